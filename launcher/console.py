@@ -29,12 +29,13 @@ _CLEAR = "\r\x1b[2K"
 """Erases the line of the cursor."""
 _SHORTEST_BAR, _LONGEST_BAR = 5, 24
 _IRRELEVANT = {
-    "torchao": "Failed to load ",
-    "bitsandbytes.backends.cpu.ops": "Failed to load ",
-    "torch.utils._pytree": "%s is an Enum subclass and is now natively supported",
+    "torchao": ("Failed to load ", "Skipping import of cpp extensions"),
+    "bitsandbytes.backends.cpu.ops": ("Failed to load ",),
+    "torch.utils._pytree": ("%s is an Enum subclass and is now natively supported",),
 }
-"""Beginnings of warnings that are not shown, by logger. torchao and bitsandbytes cause them when they
-are imported, which transformers and peft do if they are installed. What cannot be loaded is not needed."""
+"""Beginnings of warnings that commands do not show, by logger. torchao and bitsandbytes cause them when
+they are imported, which transformers and peft do if they are installed. What cannot be loaded is not
+needed. The ranks of a run have them in their logs."""
 _advances = itertools.count(1)  # any thread
 _signs = 0
 _stream: str | None = None
@@ -80,9 +81,7 @@ class _ConsoleHandler(logging.Handler):
 
 def prepare_streams() -> None:
     """Opens streams that the caller has closed, so that no other file gets their numbers, and lets
-    standard output take characters that its encoding lacks. Hides some warnings of libraries."""
-    for library in _IRRELEVANT:
-        logging.getLogger(library).addFilter(_is_relevant)
+    standard output take characters that its encoding lacks."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, mode)  # noqa: SIM115 (it stays open)
@@ -90,6 +89,54 @@ def prepare_streams() -> None:
             setattr(sys, name, stream)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def hide_irrelevant_warnings() -> None:
+    """Hides warnings of libraries that say nothing about what a command does."""
+    for library in _IRRELEVANT:
+        logging.getLogger(library).addFilter(_is_relevant)
+
+
+@contextmanager
+def held_errors() -> Iterator[list[str]]:
+    """Holds back what this process writes to standard error, such as warnings of libraries when they
+    are imported. Yields a list that has it at the end, for the log. After an exception it is printed."""
+    held: list[str] = []
+    sys.stderr.flush()
+    console, file = os.dup(2), os.memfd_create("stderr")
+    os.dup2(file, 2)
+    try:
+        yield held
+    finally:
+        failed = sys.exc_info()[0] is not None
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
+        os.dup2(console, 2)
+        os.lseek(file, 0, os.SEEK_SET)
+        with os.fdopen(file, encoding="utf-8", errors="replace") as stream:
+            held.append(stream.read())
+        os.close(console)
+        if failed:
+            with contextlib.suppress(OSError):
+                print(held[0], end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def warnings_in(log: TextIO) -> Iterator[None]:
+    """Writes Python's warnings, and the messages of libraries that nobody has configured, to a file
+    in place of standard error. They may come in each step, and few are about the run."""
+    handler = logging.StreamHandler(log)
+    handler.setLevel(logging.WARNING)
+    logger, last = logging.getLogger("py.warnings"), logging.lastResort
+    logging.captureWarnings(True)
+    logger.addHandler(handler)
+    logging.lastResort = handler
+    try:
+        yield
+    finally:
+        logging.lastResort = last
+        logger.removeHandler(handler)
+        logging.captureWarnings(False)
 
 
 def configure_logging(*, stream: str = "stdout") -> None:

@@ -23,7 +23,7 @@ if sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().p
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from launcher.checkpoint.resume import Fresh, Start, choose_resume, finished_run
-from launcher.console import prepare_streams
+from launcher.console import held_errors, prepare_streams
 from launcher.distributed.environment import (
     Environment,
     cache_folder,
@@ -94,13 +94,14 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
     # torch's import creates a million objects that stay alive. Searching them for garbage again and
     # again takes a tenth of the start; frozen, they are never searched.
     gc.disable()
-    from launcher.run.run import train
+    with held_errors() as held:
+        from launcher.run.run import train
 
     gc.freeze()
     gc.enable()
 
     try:
-        return train(loaded, environment, run, stop, start=start)
+        return train(loaded, environment, run, stop, start=start, before=held[0])
     except RecipeError as error:  # transformers knows no such key of model.config
         _note_failure(error, "recipe", environment, run)
         return _refuse(error, environment, stop)

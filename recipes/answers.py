@@ -22,9 +22,9 @@ def generate_answers(
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from launcher.console import prepare_streams
+    from launcher.console import hide_irrelevant_warnings
 
-    prepare_streams()
+    hide_irrelevant_warnings()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     tokenizer: Any = AutoTokenizer.from_pretrained(model_folder, local_files_only=True)

@@ -29,7 +29,7 @@ from launcher.cli.show import schema, show
 from launcher.cli.status import status
 from launcher.cli.submit import submit
 from launcher.cli.train import train
-from launcher.console import prepare_streams
+from launcher.console import hide_irrelevant_warnings, prepare_streams
 from launcher.distributed.environment import prepare_openmp, provide_caches
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, RecipeError
 from launcher.recipe.find import recipe_names
@@ -113,6 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if "_LAUNCHER_COMPLETE" in os.environ:  # by a script of earlier versions, at each completion
         return EXIT_DONE
     prepare_streams()
+    hide_irrelevant_warnings()
     try:
         provide_caches()
         prepare_openmp()

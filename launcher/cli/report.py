@@ -24,10 +24,14 @@ from launcher.cli.status import (
     summarize,
     time_spent,
 )
-from launcher.console import bytes_as_text, finite, seconds_as_text
+from launcher.console import bytes_as_text, finite, loss_as_text, seconds_as_text
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.metrics.page import (
-    Charts,
+    Answer,
+    Answers,
+    Bars,
+    Card,
+    Cards,
     RunHistory,
     Section,
     Table,
@@ -48,7 +52,7 @@ from launcher.reliability.run_directory import RunFolder
 _SAMPLES = 8
 """Answers that the page shows."""
 _SAMPLE_BYTES = 16 << 20
-"""The page shows answers from this many bytes at the end of samples.jsonl."""
+"""The page shows answers from this many bytes at each end of samples.jsonl."""
 _LOG_LINES, _LOG_BYTES = 40, 16 << 10
 """The page shows at most this many lines and bytes from the end of a log."""
 _MOST_RECORDS = 20_000
@@ -107,15 +111,17 @@ def report(
     names = [n if names.count(n) == 1 else str(path) for n, path in zip(names, paths, strict=True)]
     runs = [_read_run(path, name) for path, name in zip(paths, names, strict=True)]
     charts = run_charts(runs)
+    cards = [_cards(runs[0])] if len(runs) == 1 else []
     problems = [run.problem for run in runs if run.problem]
     differences = _differences(runs)
     overview = _overview(runs, differences)
     sections: list[Section] = [
-        next(overview),
+        *cards,
         replace(charts, note=" ".join([charts.note, *problems])),
+        *_samples(runs),
         *_times(runs),
         _memory(runs),
-        *_samples(runs),
+        next(overview),
         *overview,
         differences,
         *(Text(f"{run.name}: recipe.yaml", to_yaml(run.recipe)) for run in runs if run.recipe),
@@ -153,6 +159,43 @@ def _read_run(path: Path, name: str) -> _ReportedRun:
     skipped = [record for record in records if record.get("skipped")]
     marks += [("skipped step", record["step"], record.get("time") or start) for record in skipped]
     return _ReportedRun(name, records, start, marks, summary, events, recipe, problem)
+
+
+def _cards(run: _ReportedRun) -> Cards:
+    """What one looks for first: where the run stands, and how fast it is."""
+    summary, last = run.summary, run.summary.last
+    steps, seconds = summary.status.get("steps"), finite(last.get("step_seconds"))
+    mood = {"finished": "good", "running": "good", "failed": "bad", "died": "bad"}
+    cards = [
+        Card("state", summary.state, summary.reason, mood.get(summary.state, "")),
+        Card("step", summary.steps, f"{summary.step / steps:.0%}" if steps else ""),
+    ]
+    if last:
+        evaluation = finite(summary.evaluation.get("eval_loss"))
+        detail = "" if evaluation is None else f"evaluation {evaluation:.4f}"
+        cards.append(Card("loss", loss_as_text(last), detail))
+        rate, detail = finite(last.get("tokens_per_second")), ""
+        if seconds is not None:
+            detail = f"{seconds:.3g} s a step"
+        cards.append(Card("speed", "" if rate is None else f"{rate:,.0f} tokens/s", detail))
+    if summary.state == "running" and steps and seconds:
+        left = seconds_as_text((steps - summary.step) * seconds)
+        cards.append(Card("time left", left, f"since {date_text(summary.until)}"))
+    elif summary.attempts:
+        restarts = f"{summary.restarts} restarts" if summary.restarts != 1 else "1 restart"
+        cards.append(Card("took", seconds_as_text(time_spent(summary)["wall"]), restarts))
+    if peak := _last_peak(run):
+        whole = run.built.get("device_memory")
+        cards.append(
+            Card("memory", bytes_as_text(peak), f"of {bytes_as_text(whole)}" if whole else "")
+        )
+    if summary.checkpoints:
+        step, when, size = summary.checkpoints[-1]
+        detail = f"{bytes_as_text(size)}, {date_text(when)}"
+        cards.append(Card("checkpoint", f"step {step:,}", detail))
+    else:
+        cards.append(Card("checkpoint", "none", "damaged" if summary.damaged else ""))
+    return Cards(cards)
 
 
 def _table(title: str, columns: list[str], facts: list[dict[str, str]]) -> Table:
@@ -237,7 +280,7 @@ def _logs(runs: list[_ReportedRun]) -> Iterator[Text]:
             yield Text(f"{run.name}: end of log/rank_0.log", "\n".join(lines[-_LOG_LINES:]))
 
 
-def _times(runs: list[_ReportedRun]) -> Iterator[Charts]:
+def _times(runs: list[_ReportedRun]) -> Iterator[Bars]:
     """Where the time went: of each run, and of a step."""
     labels = {"counted": "steps that counted", "repeated": "steps trained again"}
     labels |= {"between": "no process", "rest": "starting, evaluating, saving"}
@@ -255,16 +298,21 @@ def _times(runs: list[_ReportedRun]) -> Iterator[Charts]:
     yield bars("Time of a step", of_steps, _milliseconds, note=note)
 
 
-def _memory(runs: list[_ReportedRun]) -> Charts:
+def _last_peak(run: _ReportedRun) -> int:
+    """The largest measured peak of the last start that trained: others may have had another number
+    of ranks. 0 if none was measured."""
+    last = max((record["step"] for record in run.records), default=0)
+    before = [a.resumed for a in run.summary.attempts if a.resumed < last]
+    first = before[-1] if before else -1
+    peaks = [r.get("peak_memory_bytes") or 0 for r in run.records if r["step"] > first]
+    return max(peaks, default=0)
+
+
+def _memory(runs: list[_ReportedRun]) -> Bars:
     """The measured peak, divided into what the run recorded that it holds."""
     rows = []
     for run in runs:
-        # Of the last start that trained: others may have had another number of ranks
-        last = max((record["step"] for record in run.records), default=0)
-        before = [a.resumed for a in run.summary.attempts if a.resumed < last]
-        first = before[-1] if before else -1
-        peaks = [r.get("peak_memory_bytes") or 0 for r in run.records if r["step"] > first]
-        if peak := max(peaks, default=0):
+        if peak := _last_peak(run):
             sizes = (run.built.get("held") or {}).items()
             held = {
                 NAMES[name]: size for name, size in sizes if name in NAMES and type(size) is int
@@ -281,18 +329,60 @@ def _memory(runs: list[_ReportedRun]) -> Charts:
     return bars("Memory at the peak", rows, bytes_as_text, note=note)
 
 
-def _samples(runs: list[_ReportedRun]) -> Iterator[Table]:
-    """Answers generated in the last evaluation of each run."""
+def _samples(runs: list[_ReportedRun]) -> Iterator[Answers]:
+    """Answers of the first and the last evaluation of each run beside each other."""
     for run in runs:
-        samples = read_jsonl(run.summary.path / "samples.jsonl", size=_SAMPLE_BYTES)
-        step = samples[-1].get("step") if samples else None
-        last = [sample for sample in samples if sample.get("step") == step]
-        if last:
-            columns = [name for name in last[0] if name != "step"]
-            rows = [[str(sample.get(name, "")) for name in columns] for sample in last[:_SAMPLES]]
-            title = f"{run.name}: answers in the evaluation after step {step}"
-            note = f"{len(rows)} of {len(last)}; all are in samples.jsonl."
-            yield Table(title, columns, rows, note)
+        file = run.summary.path / "samples.jsonl"
+        first_step, first = _of_evaluation(read_jsonl(file, size=_SAMPLE_BYTES, beginning=True), 0)
+        last_step, last = _of_evaluation(read_jsonl(file, size=_SAMPLE_BYTES), -1)
+        if not last:
+            continue
+        early = {} if first_step == last_step else {_prompt(one): one for one in first}
+        pairs = [(early.get(_prompt(sample), {}), sample) for sample in last[:_SAMPLES]]
+        sets = len({sample.get("set") for sample in last})
+        yield Answers(
+            "Answers" if len(runs) == 1 else f"{run.name}: answers",
+            _moment(first_step) if early else "",
+            _moment(last_step),
+            [_answer(first, last, named=sets > 1) for first, last in pairs],
+            f"{len(pairs)} of {len(last)}; all are in samples.jsonl.",
+        )
+
+
+def _of_evaluation(samples: list[Json], place: int) -> tuple[int | None, list[Json]]:
+    """The step of a sample, and the samples of its evaluation."""
+    step = samples[place].get("step") if samples else None
+    return step, [sample for sample in samples if sample.get("step") == step]
+
+
+def _moment(step: int | None) -> str:
+    return f"after step {step:,}" if step else "before training"
+
+
+def _prompt(sample: Json) -> tuple[str, str]:
+    return str(sample.get("set")), str(sample.get("prompt"))
+
+
+def _answer(first: Json, last: Json, *, named: bool) -> Answer:
+    """The answers to a prompt, with their scores, and if `named` its validation set."""
+    facts = [f"{last.get('set')}"] if named else []
+    for name, value in last.items():
+        if name in ("step", "set", "prompt", "reference", "answer"):
+            continue
+        if (score := finite(value)) is None:
+            facts.append(f"{name}: {', '.join(map(str, value))}" if value else "")
+        else:
+            before = finite(first.get(name))
+            facts.append(
+                f"{name} {score:g}" if before is None else f"{name} {before:g} → {score:g}"
+            )
+    return Answer(
+        prompt=str(last.get("prompt", "")),
+        reference=str(last.get("reference", "")),
+        first=str(first.get("answer", "")),
+        last=str(last.get("answer", "")),
+        scores=", ".join(filter(None, facts)),
+    )
 
 
 def _differences(runs: list[_ReportedRun]) -> Table:

@@ -41,7 +41,8 @@ def rows(
     ] = False,
     trust_run: Annotated[bool, flag("--trust-run", TRUST_HELP)] = False,
 ) -> int:
-    """List the rows that a step was trained on: file, line, tokens and the beginning of the text.
+    """List the rows that a step was trained on: file, line, tokens and the beginning of the text, in
+    a chat that of the user's last turn.
 
     The order of samples is a function of seed and step, so nothing was logged for this. Start it
     in the folder in which the run was started.
@@ -280,7 +281,8 @@ def _print_rows(rows: list[TrainedRow], losses: list[float] | None, recipe: Reci
             # The tokens of an image stand there once
             runs = ([token] if token in decoder.special else run for token, run in groupby(ids))
             first = list(islice(chain.from_iterable(runs), _PREVIEW))
-            text = " ".join(decoder.text(first).split())[:_PREVIEW]
+            text = decoder.text(first) if row.question is None else row.question
+            text = " ".join(text.split())[:_PREVIEW]
         cells = [str(row.sequence), tokens, row.where, text]
         if losses is not None:
             cells.insert(1, "" if math.isnan(loss) else f"{loss:.4f}")

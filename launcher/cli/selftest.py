@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 from launcher.cli.app import Overrides, flag, option
 from launcher.distributed.spawn import run_ranks
-from launcher.errors import EXIT_FAILED
+from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO
 from launcher.recipe.load import load_recipe
 
 
@@ -35,5 +36,7 @@ def selftest(
     }
     print(f"starting {ranks} processes ...", flush=True)
     ended = run_ranks("launcher.diagnostics.selftest", setting, ranks=ranks, console=True)
+    if ended.result not in (EXIT_DONE, EXIT_NO):
+        print(ended.printed, end="", file=sys.stderr)
     # torchrun's own status is 0 or 1
     return EXIT_FAILED if ended.result is None else int(ended.result)

@@ -8,6 +8,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -19,7 +20,9 @@ from launcher import __version__
 from launcher.checkpoint.resume import choose_resume
 from launcher.cli.app import Overrides, flag, option
 from launcher.cli.sweep import Sweep, combinations, labels, take_sweep
+from launcher.console import working
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, EXIT_STOPPED, EXIT_USAGE, RecipeError
+from launcher.planner.formatting import as_text
 from launcher.recipe.find import shown_path
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.schema import Recipe, Slurm
@@ -27,7 +30,14 @@ from launcher.recipe.validate import fits_ranks
 from launcher.reliability.run_directory import RunFolder
 from launcher.slurm import scheduler
 from launcher.slurm.attempts import measured_lead, note_submission, submitted_jobs
-from launcher.slurm.render import JobScript, node_counts, plural, ranks_per_node, render
+from launcher.slurm.render import (
+    JobScript,
+    missing_resources,
+    node_counts,
+    plural,
+    ranks_per_node,
+    render,
+)
 
 _NUMBERS = ("nodes", "gpus_per_node", "ranks_per_node", "cpus", "max_restarts", "max_failures")
 _LISTS = ("sbatch_extra", "srun_extra", "setup")
@@ -82,7 +92,7 @@ def submit(
 
     \b
     Example:
-      launcher submit recipe=fsdp batch.global_batch_size=128 nodes=2 gpus=8 time=12:00:00 gpu=h100
+      launcher submit recipe=sft model.path=Qwen/Qwen3-0.6B data.train='my/data/*.jsonl' nodes=2 gpus=8 time=12:00:00 gpu=h100
       launcher submit recipe=quickstart cpus=4 sweep.optimizer.learning_rate=1e-4,3e-4 throttle=2
     """
     overrides, sweep = sort_arguments(overrides)
@@ -98,9 +108,13 @@ def submit(
     if not force:
         device = {"gpu": gpu, "gpu_memory": gpu_memory}
         size = [f"{name}={value}" for name, value in device.items() if value is not None]
-        status = _plan(overrides, sweep, size, script.slurm)
+        status, host_memory = _plan(overrides, sweep, size, script.slurm)
         if status in (EXIT_NO, EXIT_USAGE):
             return status
+        workers = max(run.recipe.data.workers for run in runs)
+        note = missing_resources(script.slurm, workers=workers, host_memory=host_memory)
+        if note is not None:
+            print(note)
     ids = _submit(script, text, runs)
     _print_submitted(script, ids[0].partition("_")[0], runs)
     return _wait(ids, runs, follow=follow) if wait or follow else EXIT_DONE
@@ -214,13 +228,16 @@ def _make_script(
     )
 
 
-def _plan(overrides: Sequence[str], sweep: Sweep, plan: Sequence[str], slurm: Slurm) -> int:
-    """The exit status of the plan that does not fit, or of the last one."""
+def _plan(
+    overrides: Sequence[str], sweep: Sweep, plan: Sequence[str], slurm: Slurm
+) -> tuple[int, int | None]:
+    """The exit status of the plan that does not fit, or of the last one, and the most bytes of host
+    memory that a node needs; None if that is not known."""
     if slurm.gpus_per_node is None:
-        return EXIT_DONE
+        return EXIT_DONE, None
     if not plan:
         print("note: whether it fits was not checked: name the GPU, such as gpu=h100")
-        return EXIT_DONE
+        return EXIT_DONE, None
     nodes = node_counts(slurm)[0]  # with more nodes, each GPU holds less
     size = [f"nodes={nodes}", f"gpus_per_node={slurm.gpus_per_node}", *plan]
     memory = re.fullmatch(r"([1-9][0-9]*)([KMGT]?)", (slurm.host_memory or "").upper())
@@ -229,27 +246,38 @@ def _plan(overrides: Sequence[str], sweep: Sweep, plan: Sequence[str], slurm: Sl
         (key, values if key.split(".")[0] in _CHANGE_MEMORY else values[:1])
         for key, values in sweep
     ]
-    status = EXIT_DONE
+    status, needed = EXIT_DONE, []
     for values in itertools.islice(combinations(different), _MOST_PLANS):
         if values:
             print(" ".join(values), flush=True)
-        status = print_plan([*overrides, *values, *size])
+        status, host_memory = print_plan([*overrides, *values, *size])
+        needed += [] if host_memory is None else [host_memory]
         if status == EXIT_NO:
             print("not submitted: it does not fit; --force submits anyway", file=sys.stderr)
         if status in (EXIT_NO, EXIT_USAGE):
             break
         if status != EXIT_DONE:
             print("note: whether it fits was not checked: the plan failed")
-    return status
+    return status, max(needed, default=None)
 
 
-def print_plan(arguments: Sequence[str]) -> int:
-    """Prints what a GPU holds; returns the exit status of `launcher plan`.
+def print_plan(arguments: Sequence[str]) -> tuple[int, int | None]:
+    """Prints what a GPU holds. Returns the exit status of `launcher plan`, and the bytes of host
+    memory that a node needs; None if it did not plan.
 
     Another process plans, because torch should not stay in the memory of a login node.
     """
-    words = [sys.executable, "-m", "launcher", "plan", *arguments, "search=false"]
-    return subprocess.run(words, env=scheduler.slurm_environment()).returncode
+    words = [sys.executable, "-m", "launcher", "plan", *arguments, "search=false", "json=true"]
+    with working("planning"):
+        done = subprocess.run(
+            words, env=scheduler.slurm_environment(), stdout=subprocess.PIPE, text=True
+        )
+    if done.returncode not in (EXIT_DONE, EXIT_NO):
+        return done.returncode, None
+    plan = json.loads(done.stdout)
+    columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    print("\n".join(as_text(plan, columns)), flush=True)
+    return done.returncode, plan["host"]["total"]
 
 
 def _submit(script: JobScript, text: str, runs: Sequence[SubmittedRun]) -> list[str]:

@@ -107,7 +107,7 @@ def train(
     if node_rank is not None and address is not None:
         meeting = _meeting(nodes, node_rank, address, Path(recipe.run.dir).name)
     options = [*meeting, f"--nproc-per-node={gpus}", f"--max-restarts={max_restarts}"]
-    exit_status = _run_agent([*options, "-m", "launcher.train", *overrides])
+    exit_status = _run_agent([*options, "-m", "launcher.train", *overrides], log=run.log)
     return _exit_status_of_run(exit_status, run, asked=requests.first is not None, nodes=nodes)
 
 
@@ -298,9 +298,10 @@ def _send(ranks: Iterable[int], number: signal.Signals) -> None:
             os.kill(rank, number)
 
 
-def _run_agent(arguments: list[str]) -> int:
+def _run_agent(arguments: list[str], *, log: Path) -> int:
     """Runs torchrun's agent in this process. Unlike torchrun it does not print that a rank failed,
-    which the rank has reported; unless a signal has ended it, or LOGLEVEL is set."""
+    which the rank has reported; unless a signal has ended it, or LOGLEVEL is set. log: the folder of
+    the ranks' logs."""
     quiet = "LOGLEVEL" not in os.environ and "TORCH_CPP_LOG_LEVEL" not in os.environ
     if quiet:  # of the C++ stack of a store whose machine has ended; torch reads it at its import
         os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
@@ -326,6 +327,8 @@ def _run_agent(arguments: list[str]) -> int:
             killed = "; the kernel does that when the host runs out of memory"
             number = signal.Signals(-failure.exitcode)
             _say(f"rank {rank} was ended by {number.name}{killed * (number == signal.SIGKILL)}")
+            if (file := log / f"rank_{rank}.log").exists():  # with the last words of C++
+                _say(f"the log of rank {rank} is {file}")
         return failure.exitcode if failure.exitcode > 0 else EXIT_FAILED
     except SignalException as error:
         return 128 + int(error.sigval)

@@ -314,6 +314,28 @@ def form_of_row(row: Mapping[str, Any], found: Match) -> PromptForm:
     return "instruction" if found.get("instruction") is not None else "text"
 
 
+def last_question(encoder: Encoder, row: Values) -> str | None:
+    """The last turn of the user in a row, or its prompt; None: the row has neither."""
+    with contextlib.suppress(RowError):  # as it is read
+        found = encoder.match(row)
+        for role in ("messages", "prompt", "instruction", "chosen", "response"):
+            column = found.get(role)
+            value = parsed_messages(row.get(column)) if column is not None else None
+            if isinstance(value, str) and role in ("prompt", "instruction"):
+                return value
+            if column is None or not isinstance(value, list):
+                continue
+            for message in reversed(_messages(encoder, value, column, turns=True)):
+                if message.get("role") == "user":
+                    content = message.get("content") or ""
+                    parts = [content] if isinstance(content, str) else content
+                    return " ".join(
+                        part if isinstance(part, str) else str(part.get("text", "<image>"))
+                        for part in parts
+                    )
+    return None
+
+
 def prompt_format(data: schema.Data, tokenizer: str) -> Literal["chat", "text"]:
     """How a prompt and an answer that are texts are trained."""
     if data.prompt_format != "auto":

@@ -103,7 +103,7 @@ def _refuse_overlong(
         return
     what = f"tokens, more than {data.sequence_length:,} (data.sequence_length)"
     shown = longer[:SHOWN].tolist()
-    where = rows_of_documents(
+    rows = rows_of_documents(
         store,
         files,
         data,
@@ -112,7 +112,7 @@ def _refuse_overlong(
         images=images,
         validation=validation,
     )
-    lines = [f"{where[number]}: {sizes[number]:,} {what}" for number in shown]
+    lines = [f"{rows[number].where}: {sizes[number]:,} {what}" for number in shown]
     text = f"{len(longer):,} of {store.documents:,} rows are longer than a sequence, by up to "
     text += f"{sizes.max() - data.sequence_length:,} tokens; raise data.sequence_length, or set "
     others = "data.overlong: drop"

@@ -31,6 +31,8 @@ class TrainedRow:
     """Tokens of the row; None for data of a builder."""
     where: str = ""
     """`file:line`, `file row number`, or `sample number of FUNCTION` for data of a builder."""
+    question: str | None = None
+    """The last turn of the user, or the prompt; None: the row has neither."""
 
 
 def trained_rows(opened: RunData, positions: range, *, tokenizer: str | None) -> list[TrainedRow]:
@@ -47,7 +49,7 @@ def trained_rows(opened: RunData, positions: range, *, tokenizer: str | None) ->
         source = data.sources()[name]
         assert isinstance(source.train, tuple)
         mine = [row for row in rows if row.source == name]
-        where = rows_of_documents(
+        of_documents = rows_of_documents(
             mine[0].dataset.store,
             source.train,
             source,
@@ -56,7 +58,7 @@ def trained_rows(opened: RunData, positions: range, *, tokenizer: str | None) ->
             images=mine[0].dataset.inputs.row_images,
         )
         for row in mine:
-            row.where = where[row.document]
+            row.where, row.question = of_documents[row.document]
     return rows
 
 

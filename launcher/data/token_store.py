@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,14 @@ from torch.utils.data import DataLoader
 from launcher.console import advanced, task
 from launcher.data.collation import TextInputs
 from launcher.data.columns import Weights
-from launcher.data.encoder import Encoded, Encoder, PromptForm, make_encoder, prompt_form
+from launcher.data.encoder import (
+    Encoded,
+    Encoder,
+    PromptForm,
+    last_question,
+    make_encoder,
+    prompt_form,
+)
 from launcher.data.file_ranges import first_rows, split
 from launcher.data.image_inputs import ImageInputs, ModelImages
 from launcher.data.image_processor import IMAGE, Images, join_images
@@ -314,6 +321,15 @@ def _first_out_of_range(store: TokenStore, model: ModelInputs) -> int:
     return first
 
 
+class DocumentRow(NamedTuple):
+    """What is shown of a row."""
+
+    where: str
+    """`file:line` or `file row number`."""
+    question: str | None
+    """The last turn of the user, or the prompt."""
+
+
 def rows_of_documents(
     store: TokenStore,
     patterns: tuple[str, ...],
@@ -323,9 +339,9 @@ def rows_of_documents(
     tokenizer: str | None,
     images: RowImages | None = None,
     validation: bool = False,
-) -> dict[int, str]:
-    """Where the rows of documents of a store are, by the documents' numbers. A store does not record
-    it: reads the files up to the last of them, and tokenizes again if some rows are no documents."""
+) -> dict[int, DocumentRow]:
+    """The rows of documents of a store, by the documents' numbers. A store does not record them:
+    reads the files up to the last of them, and tokenizes again if some rows are no documents."""
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer, images=images)
     parts = find_parts(
         patterns, kind=data.kind, validation=validation, max_document=data.max_document_bytes
@@ -334,7 +350,11 @@ def rows_of_documents(
     if store.empty or store.skipped:
         rows = (encoded.row for encoded in encoder.encode_rows(rows) if encoded.ids.size)
     read = enumerate(itertools.islice(rows, max(wanted) + 1))
-    return {number: row.where for number, row in read if number in wanted}
+    return {
+        number: DocumentRow(row.where, last_question(encoder, row.values or {}))
+        for number, row in read
+        if number in wanted
+    }
 
 
 def check_range(encoded: Encoded, model: ModelInputs) -> None:

@@ -51,7 +51,7 @@ class RanksEnded:
     status: int | None
     """torchrun's exit status; None: out of time."""
     printed: str
-    """What the ranks printed; empty where they had the console."""
+    """What the ranks printed; where they had the console, only to standard error."""
 
 
 def run_ranks(
@@ -65,7 +65,7 @@ def run_ranks(
 ) -> RanksEnded:
     """Runs `python -m MODULE SETTING` in `ranks` processes of this machine, under torchrun, for at
     most `seconds`. The module calls `rank_main`; the setting is passed as JSON. With `console` the
-    ranks print to the console."""
+    standard output of the ranks is the console, but not their standard error, which has warnings."""
     environment = {"LOGLEVEL": "ERROR", **variables}  # without torchrun's warnings
     with tempfile.TemporaryDirectory(prefix="launcher-ranks-") as folder:
         file, log = Path(folder, "result"), Path(folder, "log")
@@ -78,7 +78,7 @@ def run_ranks(
                 command,
                 env=environment,
                 stdout=stdout,
-                stderr=stdout,
+                stderr=output,
                 process_group=0,
                 preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )

@@ -1,16 +1,15 @@
 """The HTML page of `launcher report` and `launcher plan out=FILE`: one file, no network, no torch.
 
-Its charts are figures of plotly.js.
+Curves are drawn by uPlot (`uplot/`, 51 kB), bars are plain HTML.
 """
 
 from __future__ import annotations
 
-import html
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from launcher.console import finite
 from launcher.errors import RecipeError
@@ -67,13 +66,6 @@ _OPTIONAL = (_EVALUATION, "Rewards of pairs", "Pairs in the right order")
 _MAY_DIVERGE = ("loss", "grad_norm")
 """Keys whose null means a value that is not finite. Elsewhere it means that nothing is known."""
 _NOT_METRICS = ("eval_loss", "eval_losses", "eval_scores", "eval_tokens")
-_MARKS: dict[str, tuple[tuple[float, ...], str, str]] = {
-    "restart": ((0, 1), "lines", "dash"),
-    "resume": ((0, 1), "lines", "dot"),
-    "checkpoint": ((0,), "markers", "line-ns-open"),
-    "skipped step": ((1,), "markers", "x-thin-open"),
-}
-"""What is marked in the charts: heights from 0 to 1, and plotly's mode and dash or symbol."""
 _MARKS_NOTE = (
     "Dashed: restarts after a failure or preemption. Dotted: resumes that were asked for. "
     "Ticks at the bottom: checkpoints. Crosses at the top: skipped steps."
@@ -82,7 +74,8 @@ _MARKS_NOTE = (
 Point = tuple[int, float, float | None]
 """Step, seconds since the start, and value; None where it is not finite."""
 Figure = dict[str, Any]
-"""`data` and `layout` of a figure of plotly.js, and its `title` and `height` in the page."""
+"""`title`, `unit` and `curves` of a chart. A curve has `steps`, `times` and `values` of its points,
+and maybe `texts`, which name them."""
 
 
 @dataclass(frozen=True)
@@ -95,20 +88,91 @@ class RunHistory:
     start: float
     """Time at which the time axis begins."""
     marks: Sequence[tuple[str, int, float]]
-    """Kind (a key of `_MARKS`), step and time."""
+    """Kind (`restart`, `resume`, `checkpoint` or `skipped step`), step and time."""
 
 
 @dataclass(frozen=True)
 class Charts:
-    """Figures, with a button for each of several runs and one for the axis of step or time."""
+    """Curves, with a button for each of several runs and a choice of the axis."""
 
     kind: ClassVar[str] = "charts"
     figures: Sequence[Figure]
     runs: Sequence[str] = ()
     starts: Sequence[float] = ()
     """When each run started; of charts over steps, for the axes of time and date."""
+    marks: Sequence[Mapping[str, Any]] = ()
+    """Marks of the runs: `kind`, `run`, `step` and `time`."""
     time_unit: tuple[str, int] = ("s", 1)
     """The unit of the time axis, and the seconds in one unit."""
+    note: str = ""
+
+
+class Part(NamedTuple):
+    """A part of a bar."""
+
+    name: str
+    text: str
+    percent: float
+    """Of the width of the chart."""
+    color: str
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A chart of stacked bars, each a label with its parts, and maybe a vertical line."""
+
+    kind: ClassVar[str] = "bars"
+    title: str
+    rows: Sequence[tuple[str, Sequence[Part]]]
+    line: tuple[str, float] | None = None
+    """The label of the line, and its place in percent of the width."""
+    note: str = ""
+
+    @property
+    def legend(self) -> dict[str, str]:
+        """Names and colors of all parts."""
+        return {part.name: part.color for _, parts in self.rows for part in parts}
+
+
+class Card(NamedTuple):
+    """A fact on top of the page."""
+
+    name: str
+    value: str
+    detail: str = ""
+    mood: str = ""
+    """`good` or `bad`: the color of the value."""
+
+
+@dataclass(frozen=True)
+class Cards:
+    """The facts that one looks for first, side by side."""
+
+    kind: ClassVar[str] = "cards"
+    cards: Sequence[Card]
+    note: str = ""
+
+
+class Answer(NamedTuple):
+    """What a model answered to a prompt, early and late."""
+
+    prompt: str
+    reference: str
+    first: str
+    last: str
+    scores: str
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Answers of two evaluations beside each other."""
+
+    kind: ClassVar[str] = "answers"
+    title: str
+    first: str
+    """The heading of the early answers; empty: there are only late ones."""
+    last: str
+    answers: Sequence[Answer]
     note: str = ""
 
 
@@ -123,6 +187,8 @@ class Table:
     note: str = ""
     copied: Sequence[str] = ()
     """For each row, what its button copies; empty: it has no button."""
+    words: Sequence[str] = ()
+    """Columns whose cells are to be typed: they are in a fixed-width font, and shown whole."""
 
 
 @dataclass(frozen=True)
@@ -132,11 +198,10 @@ class Text:
     kind: ClassVar[str] = "text"
     title: str
     text: str
-    open: bool = False
     note: str = ""
 
 
-Section = Charts | Table | Text
+Section = Charts | Bars | Cards | Answers | Table | Text
 
 
 def run_charts(runs: Sequence[RunHistory]) -> Charts:
@@ -151,12 +216,15 @@ def run_charts(runs: Sequence[RunHistory]) -> Charts:
     everything = [points for of_chart in curves.values() for points in of_chart.values()]
     last = max((point[1] for points in everything for point in points), default=0.0)
     unit, size = ("h", 3600) if last > 7200 else ("min", 60) if last > 120 else ("s", 1)
-    marks = [trace for number, run in enumerate(runs) for trace in _marks(number, run, size)]
+    marks = [
+        {"kind": kind, "run": number, "step": step, "time": at - run.start}
+        for number, run in enumerate(runs)
+        for kind, step, at in run.marks
+    ]
     figures, absent = [], []
     for title, value_unit, _ in _CHARTS:
-        figure = _curves_figure(title, value_unit, curves[title], runs, size)
-        if figure["data"]:
-            figure["data"] += marks
+        figure = _curves_figure(title, value_unit, curves[title], runs)
+        if figure["curves"]:
             figures.append(figure)
         elif title not in _OPTIONAL:
             absent.append(title)
@@ -169,7 +237,7 @@ def run_charts(runs: Sequence[RunHistory]) -> Charts:
             " the lowest and the highest value of each interval are drawn, and steps without one."
         )
     names, starts = [run.name for run in runs], [run.start for run in runs]
-    return Charts(figures, names, starts, (unit, size), " ".join(notes))
+    return Charts(figures, names, starts, marks, (unit, size), " ".join(notes))
 
 
 def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
@@ -196,10 +264,9 @@ def _curves_figure(
     unit: str,
     curves: Mapping[tuple[str, int], list[Point]],
     runs: Sequence[RunHistory],
-    second: float,
 ) -> Figure:
     """A chart of the curves that have any value, by name and run. A curve is interrupted where the
-    run was restarted. second is the length of the unit of the time axis."""
+    run was restarted."""
     curves = {
         key: points
         for key, points in curves.items()
@@ -207,71 +274,40 @@ def _curves_figure(
     }
     names = list(dict.fromkeys(name for name, _ in curves))
     values = [value for points in curves.values() for *_, value in points if value is not None]
-    factor, shown, axis = _value_axis(unit, max(values, default=0.0))
-    traces: list[Figure] = []
+    factor, shown = _scale(unit, max(values, default=0.0))
+    drawn = []
     for (name, number), points in curves.items():
         run = runs[number]
         kinds = ("restart", "resume")
-        gaps = [(step, at - run.start, None) for kind, step, at in run.marks if kind in kinds]
-        drawn = sorted([*thin(points), *gaps], key=lambda point: point[0])
-        label, color, dash = "", names.index(name), "solid"
+        # Between the last step before a restart and the first one after it
+        gaps = [(step + 0.5, at - run.start, None) for kind, step, at in run.marks if kind in kinds]
+        all_points = sorted([*thin(points), *gaps], key=lambda point: point[0])
+        label, color, dash = name, names.index(name), 0
         if len(runs) > 1:
-            color, dash = number, ("solid", "dash", "dot")[names.index(name) % 3]
-            label = f"{run.name} "
-        if len(names) > 1:
-            label += f"{name} "
-        traces.append(
+            color, dash = number, names.index(name)
+            label = f"{run.name} {name}".strip()
+        drawn.append(
             {
-                "name": html.escape(name),
-                "legendgroup": name,
-                "showlegend": len(names) > 1 and all(t["legendgroup"] != name for t in traces),
-                "mode": "lines" if len(points) > 50 else "lines+markers",
-                "line": {
-                    "color": _COLORS[color % 10],
-                    "dash": dash,
-                    "width": 1.5,
-                },
-                "marker": {"size": 4 if len(points) > 20 else 7},
-                "meta": number,
-                "x": [step for step, *_ in drawn],
-                "customdata": [round(seconds / second, 4) for _, seconds, _ in drawn],
-                "y": [None if value is None else value * factor for *_, value in drawn],
-                "hovertemplate": f"{html.escape(label)}%{{y}} {shown}".rstrip() + "<extra></extra>",
+                "name": name,
+                "label": label,
+                "run": number,
+                "color": _COLORS[color % 10],
+                "dash": dash % 3,
+                "steps": [step for step, *_ in all_points],
+                "times": [round(seconds, 3) for _, seconds, _ in all_points],
+                "values": [None if value is None else value * factor for *_, value in all_points],
             }
         )
-    if unit == "" and title == _EVALUATION and len(names) == 1:
+    if title == _EVALUATION and len(names) == 1:
         title = f"Evaluation: {names[0]}"
-    marks_axis = {"overlaying": "y", "range": [-0.04, 1.04], "visible": False, "fixedrange": True}
-    layout = {"xaxis": {"title": {"text": "step"}}, "yaxis": axis, "yaxis2": marks_axis}
-    return {"title": title, "height": 260, "data": traces, "layout": layout}
+    return {"title": title, "unit": shown, "curves": drawn}
 
 
-def _value_axis(unit: str, largest: float) -> tuple[float, str, Figure]:
-    """The factor from values to what the axis shows, its unit, and the axis."""
-    factor = 100.0 if unit == "%" else 1.0
+def _scale(unit: str, largest: float) -> tuple[float, str]:
+    """The factor from values to what the axis shows, and its unit."""
     if unit == "bytes":
-        factor, unit = (2.0**-30, "GiB") if largest >= 2**30 else (2.0**-20, "MiB")
-    axis = {"title": {"text": unit}, "hoverformat": ",.6~g", "exponentformat": "e"}
-    return factor, unit, axis  # 1e-5, as in recipes, and not 10µ
-
-
-def _marks(number: int, run: RunHistory, second: float) -> Iterator[Figure]:
-    """The traces of a run's restarts, checkpoints and skipped steps."""
-    for kind, (heights, mode, style) in _MARKS.items():
-        places = [(step, (at - run.start) / second) for name, step, at in run.marks if name == kind]
-        if places:
-            yield {
-                "x": [x for step, _ in places for x in (*(step for _ in heights), None)],
-                "customdata": [x for _, at in places for x in (*(at for _ in heights), None)],
-                "y": [*heights, None] * len(places),
-                "yaxis": "y2",
-                "mode": mode,
-                "line": {"color": _COLORS[number % 10], "width": 1, "dash": style},
-                "marker": {"color": _COLORS[number % 10], "symbol": style, "size": 8},
-                "meta": number,
-                "showlegend": False,
-                "hovertemplate": f"{kind}<extra></extra>",
-            }
+        return (2.0**-30, "GiB") if largest >= 2**30 else (2.0**-20, "MiB")
+    return (100.0 if unit == "%" else 1.0), unit
 
 
 def thin(points: list[Point]) -> list[Point]:
@@ -291,22 +327,19 @@ def thin(points: list[Point]) -> list[Point]:
 
 def curve_figure(title: str, labels: Sequence[str], sizes: Sequence[int]) -> Figure:
     """A curve of sizes in bytes, one for each label."""
-    factor, unit, axis = _value_axis("bytes", max(sizes, default=0))
-    trace = {
-        "y": [size * factor for size in sizes],
-        "text": [html.escape(label) for label in labels],
-        "mode": "lines",
-        "line": {"color": _COLORS[0], "width": 1.5},
-        "hovertemplate": f"%{{text}}: %{{y}} {unit}<extra></extra>",
+    factor, unit = _scale("bytes", max(sizes, default=0))
+    curve = {
+        "name": "",
+        "label": "",
+        "run": 0,
+        "color": _COLORS[0],
+        "dash": 0,
+        "steps": list(range(len(sizes))),
+        "times": [],
+        "values": [size * factor for size in sizes],
+        "texts": list(labels),
     }
-    layout = {
-        "yaxis": axis,
-        "xaxis": {"showticklabels": False, "title": {"text": "moments of a step, in order"}},
-        "showlegend": False,
-        "hovermode": "x",
-        "hoverdistance": -1,
-    }
-    return {"title": title, "height": 300, "data": [trace], "layout": layout}
+    return {"title": title, "unit": unit, "curves": [curve]}
 
 
 def bars(
@@ -316,55 +349,25 @@ def bars(
     *,
     line: tuple[str, float] | None = None,
     note: str = "",
-) -> Charts:
-    """A stacked bar for each row, which is a label and its parts; below the label and the sum.
+) -> Bars:
+    """A stacked bar for each row, which is a label and its parts. The label is shown with the sum.
     line: the name and value of a vertical line."""
     names = list(dict.fromkeys(name for _, parts in rows for name in parts if parts[name]))
-    labels = [html.escape(f"{label}: {as_text(sum(parts.values()))}") for label, parts in rows]
-    traces = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": html.escape(name),
-            "y": labels,
-            "x": [parts.get(name, 0) for _, parts in rows],
-            "text": [as_text(parts.get(name, 0)) for _, parts in rows],
-            "textposition": "inside",
-            "insidetextanchor": "middle",
-            "insidetextfont": {"color": "#fff"},
-            "textangle": 0,
-            "marker": {"color": _COLORS[number % 10]},
-            "hovertemplate": f"{html.escape(name)}: %{{text}}<extra></extra>",
-        }
-        for number, name in enumerate(names)
+    sums = [sum(parts.values()) for _, parts in rows]
+    longest = max([*sums, line[1] if line else 0], default=0)
+    made = [
+        (
+            f"{label}: {as_text(sum(parts.values()))}",
+            [
+                Part(name, as_text(size), 100 * size / longest, _COLORS[names.index(name) % 10])
+                for name, size in parts.items()
+                if size
+            ],
+        )
+        for label, parts in rows
     ]
-    longest = max((sum(parts.values()) for _, parts in rows), default=0)
-    layout: Figure = {
-        "barmode": "stack",
-        "uniformtext": {"mode": "hide", "minsize": 10},  # where the bar has no room for its text
-        "bargap": 0.6,
-        "hovermode": "closest",
-        "showlegend": False,  # the page has one that wraps
-        "margin": {"t": 0},
-        "xaxis": {"visible": False, "range": [0, max(longest, line[1] * 1.005 if line else 0)]},
-        "yaxis": {
-            "range": [len(rows) - 0.5, -0.9],
-            "dtick": 1,
-            "ticklabelposition": "inside",
-            "ticklabelshift": 17,
-        },
-    }
-    if line:
-        name, at = line
-        layout["shapes"] = [
-            {"x0": at, "x1": at, "y0": 0, "y1": 1, "yref": "paper", "type": "line",
-             "line": {"color": _COLORS[3], "width": 2},
-             "label": {"text": f"{html.escape(name)}: {as_text(at)}", "textposition": "end",
-                       "textangle": 0, "xanchor": "right", "yanchor": "top"}},
-        ]  # fmt: skip
-    height = 46 * len(rows) + 30
-    figure = {"title": title, "height": height, "data": traces, "layout": layout}
-    return Charts([figure] if names else [], note=note)
+    place = (f"{line[0]}: {as_text(line[1])}", 100 * line[1] / longest) if line else None
+    return Bars(title, made if names else [], place, note)
 
 
 def timed_parts(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -385,7 +388,6 @@ def timed_parts(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def write_page(file: Path, title: str, sections: Sequence[Section], *, footer: str) -> None:
     """Writes a page. Raises RecipeError if that is not possible."""
     import jinja2
-    from plotly.offline import get_plotlyjs
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -393,8 +395,19 @@ def write_page(file: Path, title: str, sections: Sequence[Section], *, footer: s
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    script, style = (
+        (Path(__file__).parent / "uplot" / name).read_text(encoding="utf-8")
+        for name in ("uPlot.iife.min.js", "uPlot.min.css")
+    )
+    charts = [asdict(section) for section in sections if isinstance(section, Charts)]
     text = environment.get_template("page.html.j2").render(
-        title=title, sections=sections, colors=_COLORS, footer=footer, plotly=get_plotlyjs()
+        title=title,
+        sections=sections,
+        charts=charts,
+        colors=_COLORS,
+        footer=footer,
+        script=script,
+        style=style,
     )
     try:
         file.write_text(text, encoding="utf-8")

@@ -177,7 +177,8 @@ def _paragraph(text: str, indent: int, width: int = WIDTH) -> list[str]:
     return wrapper.wrap(text)
 
 
-def _device(plan: Json) -> str:
+def device_noun(plan: Json) -> str:
+    """`GPU`, or `rank` of a plan on CPUs."""
     return "GPU" if plan["machine"]["device"] == "cuda" else "rank"
 
 
@@ -185,7 +186,7 @@ def _components(plan: Json) -> Iterator[str]:
     """The components at the peak. Each bar begins where the one above it ends."""
     needed, memory = plan["needed"], plan["machine"]["memory"]
     scale = max(needed, memory or 0, 1) / BAR
-    yield f"One {_device(plan)} holds most {plan['peak']['text']}"
+    yield f"One {device_noun(plan)} holds most {plan['peak']['text']}"
     amounts = plan["peak"]["components"] | {"context": plan["context"], "margin": plan["margin"]}
     end = 0
     for name, amount in amounts.items():
@@ -264,7 +265,7 @@ def _configurations(plan: Json, columns: int | None) -> Iterator[str]:
         if n == best or row["as_written"]:
             hours = f"{two_digits(row['hours'])} hours, {two_digits(row['gpu_hours'])}"
             rate = speed_text(row["tokens_per_second"], row["tokens_per_second_range"])
-            times.append(f"{n + 1:>4}  {hours} {_device(plan)}-hours: {rate}")
+            times.append(f"{n + 1:>4}  {hours} {device_noun(plan)}-hours: {rate}")
         if row["fits"] is not False and row["overrides"] and not row["as_written"]:
             others.append(f"{_number(n, best)}  {shlex.join(row['overrides'])}")
     yield from _table([*configuration_cells(plan)], columns)

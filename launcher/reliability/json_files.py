@@ -114,16 +114,20 @@ def read_jsonl(
     file: Path,
     *,
     size: int | None = None,
+    beginning: bool = False,
     wanted: Callable[[bytes], bool] = lambda line: True,
 ) -> list[Json]:
-    """Objects of a .jsonl file, or of its last `size` bytes, without incomplete lines; empty if
-    there is no such file. Lines that are not `wanted` are not parsed."""
+    """Objects of a .jsonl file, or of its last `size` bytes, with `beginning` of its first ones,
+    without incomplete lines; empty if there is no such file. Lines that are not `wanted` are not
+    parsed."""
     lines: list[Json] = []
     if not os.path.isfile(file):  # a pipe or a device may have no end
         return lines
     with contextlib.suppress(OSError), file.open("rb") as stream:
-        stream.seek(max(0, file.stat().st_size - size) if size is not None else 0)
-        lines = _objects(line for line in stream if wanted(line))
+        whole = size is None or beginning
+        stream.seek(0 if whole else max(0, file.stat().st_size - (size or 0)))
+        part = io.BytesIO(stream.read(size)) if beginning else stream
+        lines = _objects(line for line in part if wanted(line))
     return lines
 
 

@@ -14,8 +14,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, cast
 
+from launcher.console import warnings_in
 from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError
 from launcher.files import replace_text
@@ -359,28 +360,31 @@ class _Tee:
 
 
 @contextlib.contextmanager
-def rank_log(folder: Path, rank: int) -> Iterator[TextIO]:
+def rank_log(folder: Path, rank: int, *, before: str = "") -> Iterator[TextIO]:
     """Redirects the output of this rank to `log/rank_N.log`, and yields the console.
 
-    The output of rank 0 goes to the console as well. On the other ranks the log also has the output
-    of C++ libraries.
+    What Python code of rank 0 prints goes to the console as well, but not warnings, and not what C++
+    libraries write to standard error: a store that is gone writes 60 lines of its stack. before: what
+    the log has before that.
     """
     streams = sys.stdout, sys.stderr
     with contextlib.ExitStack() as stack:
         log = (folder / f"rank_{rank}.log").open("a", buffering=1, encoding="utf-8")
         stack.callback(_close, log)
+        only_log = _Tee(log)
+        only_log.write(before)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        saved = os.dup(1), os.dup(2)
+        stack.callback(_restore, saved)
+        os.dup2(log.fileno(), 2)
+        console = os.fdopen(saved[1], "w", buffering=1, closefd=False, errors="backslashreplace")
         if rank == 0:
-            console = sys.stderr
-            sys.stdout, sys.stderr = _Tee(sys.stdout, log), _Tee(sys.stderr, log)
+            sys.stdout, sys.stderr = _Tee(sys.stdout, log), _Tee(console, log)
         else:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            saved = os.dup(1), os.dup(2)
-            stack.callback(_restore, saved)
             os.dup2(log.fileno(), 1)
-            os.dup2(log.fileno(), 2)
-            console = os.fdopen(saved[1], "w", buffering=1, closefd=False)
             sys.stdout, sys.stderr = _Tee(sys.stdout), _Tee(sys.stderr)
+        stack.enter_context(warnings_in(cast("TextIO", only_log)))
         try:
             yield console
         finally:

@@ -89,10 +89,12 @@ def train(
     stop: StopRequest,
     *,
     start: Start | None,
+    before: str,
 ) -> int:
     """Joins the other ranks and trains with them. Returns the exit status. `start` is, on rank 0,
-    what `choose_resume` returned. A failure of any rank ends this process (`FailureWatch`). Raises
-    RecipeError for unknown keys of model.config, and TrainingError if the ranks do not meet."""
+    what `choose_resume` returned; `before` is what libraries printed when they were imported. A
+    failure of any rank ends this process (`FailureWatch`). Raises RecipeError for unknown keys of
+    model.config, and TrainingError if the ranks do not meet."""
     check_config_keys(loaded)
     settings, progress = loaded.recipe.run, Progress()
     process_group.set_numerics(
@@ -104,7 +106,7 @@ def train(
     post_mortem = MemoryPostMortem(loaded.recipe, environment, run)
     with (
         group as (ranks, store),
-        rank_log(run.log, ranks.rank) as console,
+        rank_log(run.log, ranks.rank, before=before) as console,
         FailureWatch(
             store,
             environment=environment,

@@ -24,7 +24,12 @@ from launcher.reliability.run_directory import RunFolder
 from launcher.slurm import preflight
 from launcher.slurm.agent import address, block_signals, in_child, next_signal
 from launcher.slurm.attempts import Attempts, measured_lead
-from launcher.slurm.render import ranks_per_node
+from launcher.slurm.render import (
+    ranks_per_node,
+    srun_command,
+    torchrun_command,
+    training_command,
+)
 from launcher.slurm.scheduler import JobInfo, log, scontrol
 
 _SIGNAL_AGAIN_SECONDS = 5
@@ -119,33 +124,18 @@ class Job:
 
     def srun(self, *words: str, output: IO[str] | None = None) -> subprocess.Popen[bytes]:
         """Starts a command on every node."""
-        words = ("srun", "--nodes", self.nodes, "--ntasks-per-node=1", *words)
+        command = srun_command(self.nodes, *words)
         stderr = None if output is None else subprocess.STDOUT
-        return subprocess.Popen(words, stdout=output, stderr=stderr, preexec_fn=in_child)
+        return subprocess.Popen(command, stdout=output, stderr=stderr, preexec_fn=in_child)
 
-    def torchrun(self, *words: str, restarts: int, preflight: bool = False) -> list[str]:
-        """torchrun of a node, below the agent that forwards signals to its ranks."""
-        interface, number = self.slurm.interface, int(os.environ["SLURM_JOB_ID"])
+    def meeting(self, *, preflight: bool = False) -> dict[str, str]:
+        """Where the nodes meet, and under which name: arguments of `torchrun_command`."""
+        number = int(os.environ["SLURM_JOB_ID"])
         # Each start has another port: ranks of a lost node may still hold the last one
         port = (10000 if preflight else 20000) + (number * 7 + self.restart) % 12000
         suffix = ".preflight" if preflight else ""
-        agent = [self.python, "-m", "launcher.slurm.agent"]
-        if interface:
-            agent += ["--interface", interface]
-        torchrun = [self.python, "-m", "launcher.distributed.torchrun"]
-        options = {
-            "--nnodes": self.nodes,
-            "--nproc-per-node": str(ranks_per_node(self.slurm)),
-            "--max-restarts": str(restarts),
-            "--rdzv-backend": "c10d",
-            "--rdzv-endpoint": f"{address(interface)}:{port}",
-            "--rdzv-id": f"{number}.{self.restart}{suffix}",
-            "--rdzv-conf": "is_host={is_host}",
-            "--local-addr": "{address}",
-        }
-        for name, value in options.items():
-            torchrun += [name, value]
-        return [*agent, *torchrun, "-m", *words]
+        endpoint = f"{address(self.slurm.interface)}:{port}"
+        return {"endpoint": endpoint, "name": f"{number}.{self.restart}{suffix}"}
 
     def preflight(self) -> list[str]:
         """Checks each node alone, then all together. Returns the nodes that are not fit."""
@@ -161,7 +151,14 @@ class Job:
         if bad or len(nodes) == 1:
             return bad
         result, log_file = self.logs / "preflight_all.json", self.logs / "preflight_all.log"
-        command = self.torchrun(*doctor, "quick=true", f"out={result}", restarts=0, preflight=True)
+        torchrun = torchrun_command(
+            self.slurm,
+            python=self.python,
+            nodes=self.nodes,
+            restarts=0,
+            **self.meeting(preflight=True),
+        )
+        command = [*torchrun, *doctor, "quick=true", f"out={result}"]
         status = self._check(_PREFLIGHT_ALL_SECONDS, log_file, *command)
         if self.stopping:
             return []
@@ -189,12 +186,15 @@ class Job:
 
     def train(self) -> int:
         """Trains until the run ends; returns srun's exit status."""
-        words = ["launcher.train", f"recipe={self.recipe}"]
-        command = self.torchrun(*words, restarts=self.slurm.max_restarts)
-        output = f"--output={str(self.logs).replace('%', '%%')}/node_%N.log"
-        extra = self.slurm.srun_extra or ()
-        shell = ("bash", "-c", 'trap "" USR1 TERM; exec "$@"', "bash")
-        process = self.srun("--kill-on-bad-exit=1", "--wait=60", output, *extra, *shell, *command)
+        command = training_command(
+            self.slurm,
+            python=self.python,
+            nodes=self.nodes,
+            recipe=Path(self.recipe),
+            logs=str(self.logs),
+            **self.meeting(),
+        )
+        process = subprocess.Popen(command, preexec_fn=in_child)
         while process.poll() is None and not self.stopping:
             self.wait(3600.0)
         stopping_since = time.monotonic()

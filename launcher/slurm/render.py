@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import __version__
+from launcher.console import bytes_as_text
 from launcher.errors import RecipeError
 from launcher.recipe.schema import Slurm
 
@@ -44,9 +48,88 @@ def node_counts(slurm: Slurm) -> range:
     return range(int(first), int(last or first) + 1)
 
 
-def plural(count: int | str, what: str) -> str:
+def plural(count: int | str, what: str, ending: str = "s") -> str:
     """`1 node`, `2 nodes`, `2-4 nodes`."""
-    return f"{count} {what}{'s' * (count != 1)}"
+    return f"{count} {what}{ending * (count != 1)}"
+
+
+def torchrun_command(
+    slurm: Slurm, *, python: str, nodes: str, endpoint: str, name: str, restarts: int
+) -> list[str]:
+    """torchrun of a node, below the agent that forwards signals to its ranks. What it runs follows.
+    endpoint: HOST:PORT at which the nodes meet, under this name."""
+    agent = [python, "-m", "launcher.slurm.agent"]
+    if slurm.interface:
+        agent += ["--interface", slurm.interface]
+    torchrun = [python, "-m", "launcher.distributed.torchrun"]
+    options = {
+        "--nnodes": nodes,
+        "--nproc-per-node": str(ranks_per_node(slurm)),
+        "--max-restarts": str(restarts),
+        "--rdzv-backend": "c10d",
+        "--rdzv-endpoint": endpoint,
+        "--rdzv-id": name,
+        "--rdzv-conf": "is_host={is_host}",
+        "--local-addr": "{address}",
+    }
+    for option, value in options.items():
+        torchrun += [option, value]
+    return [*agent, *torchrun, "-m"]
+
+
+def srun_command(nodes: str, *words: str) -> list[str]:
+    """Runs a command once on every node."""
+    return ["srun", "--nodes", nodes, "--ntasks-per-node=1", *words]
+
+
+def training_command(
+    slurm: Slurm, *, python: str, nodes: str, endpoint: str, name: str, recipe: Path, logs: str
+) -> list[str]:
+    """What trains on all nodes, with the output of each node in a file in `logs`."""
+    torchrun = torchrun_command(
+        slurm,
+        python=python,
+        nodes=nodes,
+        endpoint=endpoint,
+        name=name,
+        restarts=slurm.max_restarts,
+    )
+    output = f"--output={logs.replace('%', '%%')}/node_%N.log"
+    shell = ("bash", "-c", 'trap "" USR1 TERM; exec "$@"', "bash")
+    words = ("--kill-on-bad-exit=1", "--wait=60", output, *(slurm.srun_extra or ()), *shell)
+    return srun_command(nodes, *words, *torchrun, "launcher.train", f"recipe={recipe}")
+
+
+def missing_resources(slurm: Slurm, *, workers: int, host_memory: int | None) -> str | None:
+    """What a node needs of the CPUs and the host memory that a job with GPUs does not ask for; None:
+    it asks for both. workers: loader processes of a rank. host_memory: bytes by the plan; None: not
+    planned."""
+    if slurm.gpus_per_node is None:
+        return None
+    ranks, each, parts, missing = ranks_per_node(slurm), workers + 1, [], []
+    if slurm.cpus is None:
+        missing.append("cpus")
+        parts.append(
+            f"{plural(each, 'CPU')} for each GPU, for its rank and {plural(workers, 'loader process', 'es')} "
+            f"(cpus={ranks * each})"
+        )
+    if slurm.host_memory is None:
+        missing.append("host_memory")
+        if host_memory is not None:
+            size = math.ceil(host_memory / 2**30)
+            parts.append(f"{bytes_as_text(host_memory)} of host memory (host_memory={size}G)")
+    if not missing:
+        return None
+    without = (
+        f"note: without {' and '.join(missing)}, the job gets what the cluster gives by default"
+    )
+    return without + (f"; a node needs {' and '.join(parts)}" if parts else "")
+
+
+def _comment(words: Sequence[str]) -> list[str]:
+    """A command as lines for a comment. A character that would end the comment is shown as ?."""
+    text = "".join(char if char.isprintable() else "?" for char in shlex.join(words))
+    return textwrap.wrap(text, 96, break_long_words=False, break_on_hyphens=False)
 
 
 def _options(job: JobScript) -> list[str]:
@@ -107,12 +190,24 @@ def render(job: JobScript) -> str:
     )
     environment.filters["sbatch"] = quote_for_sbatch
     environment.filters["shell"] = lambda value: shlex.quote(str(value))
+    run_dir, recipe = job.runs[0]
+    counts = node_counts(job.slurm)
+    trains = training_command(
+        job.slurm,
+        python=job.slurm.python or str(job.python),
+        nodes=str(counts[0]) if len(counts) == 1 else "NODES",
+        endpoint="HOST:PORT",
+        name="JOB.RESTART",
+        recipe=recipe,
+        logs=f"{run_dir}/slurm/job_JOB/restart_RESTART",
+    )
     nodes, ranks = plural(job.slurm.nodes, "node"), plural(ranks_per_node(job.slurm), "rank")
     return environment.get_template("train.sbatch.j2").render(
         title=" ".join(f"{job.name}: {nodes}, {ranks} on each".split()),
         version=__version__,
         options=_options(job),
         job=job,
+        trains=_comment(trains),
         slurm=job.slurm,
         environment=sorted((job.slurm.environment or {}).items()),
     )

@@ -65,9 +65,9 @@ def launch():
 
     run_agent = train._run_agent
 
-    def run_this_file(arguments):
+    def run_this_file(arguments, log):
         after = arguments.index("-m")
-        return run_agent([*arguments[:after], __file__, *arguments[after + 2 :]])
+        return run_agent([*arguments[:after], __file__, *arguments[after + 2 :]], log=log)
 
     train._run_agent = run_this_file
     sys.exit(main.main(["train", *sys.argv[1:]]))

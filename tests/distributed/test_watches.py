@@ -208,8 +208,12 @@ def test_ranks_stop_evaluation_together_and_detect_killed_agent(tmp_path):
         process.kill()
         wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks.values()))
 
-    assert start(run_dir, "evaluate", during=during, hang_timeout=60).status == -signal.SIGKILL
+    ended = start(run_dir, "evaluate", during=during, hang_timeout=60)
+    assert ended.status == -signal.SIGKILL
     assert len(ranks) == 2
+    # The stacks of the store's client, 60 lines, are in the log only
+    assert "frame #" not in ended.output
+    assert "Exception raised from" in (run_dir / "log/rank_0.log").read_text()
     assert (status(run_dir)["state"], status(run_dir)["reason"]) == ("failed", "agent_lost")
     assert [e["event"] for e in events(run_dir)] == ["started", "failed"]
 

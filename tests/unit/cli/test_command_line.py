@@ -369,18 +369,18 @@ def test_status_of_an_earlier_start_does_not_count(folder, monkeypatch):
     run.write_status("stopped", step=5)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(train, "_Requests", lambda **_: types.SimpleNamespace(first=None))
-    for ended in (lambda arguments: 1, lambda arguments: 0):
+    for ended in (lambda arguments, log: 1, lambda arguments, log: 0):
         monkeypatch.setattr(train, "_run_agent", ended)
         command = ["train", "recipe=x.yaml", "--gpus", "2", "run.device=cpu", f"run.dir={run.path}"]
         assert main(command) == 1, "nobody has ordered that its ranks end with 0"
     monkeypatch.setattr(
-        train, "_run_agent", lambda arguments: run.write_status("stopped", step=9) or 0
+        train, "_run_agent", lambda arguments, log: run.write_status("stopped", step=9) or 0
     )
     assert main(command) == 75
     # A rank that is asked to stop at the start may end while another thread writes `running`
     monkeypatch.setattr(train, "_Requests", lambda **_: types.SimpleNamespace(first=signal.SIGINT))
     monkeypatch.setattr(
-        train, "_run_agent", lambda arguments: run.write_status("running", step=0) or 0
+        train, "_run_agent", lambda arguments, log: run.write_status("running", step=0) or 0
     )
     assert main(command) == 75
 
@@ -432,7 +432,7 @@ def test_exit_status_agrees_with_the_outcome(ended, state, status, folder, monke
     run = RunFolder(folder / "runs/small")
     run.path.mkdir(parents=True)
 
-    def agent(arguments):
+    def agent(arguments, log):
         if state is not None:
             run.write_status(state, step=3)
         return ended
@@ -449,7 +449,7 @@ def test_exit_status_agrees_with_the_outcome(ended, state, status, folder, monke
 def test_train_starts_ranks(folder, monkeypatch, capsys):
     torch = pytest.importorskip("torch")
     started = []
-    monkeypatch.setattr(train, "_run_agent", lambda arguments: started.append(arguments) or 0)
+    monkeypatch.setattr(train, "_run_agent", lambda arguments, log: started.append(arguments) or 0)
     monkeypatch.setattr(train, "_visible_gpus", lambda device: 4)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     # It would block the signals of this process
@@ -516,7 +516,7 @@ def test_train_starts_ranks(folder, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("refused", "status"), [(True, EXIT_USAGE), (False, EXIT_FAILED)])
 def test_a_machine_that_loses_the_store_after_a_refusal_was_refused(
-    monkeypatch, capsys, refused, status
+    monkeypatch, capsys, tmp_path, refused, status
 ):
     """The machine of the store may end before the others' agents know how their ranks ended."""
     from torch.distributed import run as torchrun
@@ -531,7 +531,7 @@ def test_a_machine_that_loses_the_store_after_a_refusal_was_refused(
     monkeypatch.setenv("LOGLEVEL", "WARNING")  # otherwise all logging is disabled
     monkeypatch.setattr(torchrun, "run", agent)
     monkeypatch.setattr(train, "bind_stores", lambda parsed: None)  # it would change this process
-    assert train._run_agent(["--nproc-per-node=1", "-m", "launcher.train"]) == status
+    assert train._run_agent(["--nproc-per-node=1", "-m", "launcher.train"], log=tmp_path) == status
     assert ("did not meet" in capsys.readouterr().err) is not refused
     assert not Path(os.environ.pop("LAUNCHER_REFUSED")).exists()
 

@@ -325,6 +325,47 @@ def test_rows_of_an_epoch_match_the_files(folder, capsys):
         run(["rows", "run", "step=7"])
 
 
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        (
+            "chat",
+            {
+                "messages": [
+                    {"role": "system", "content": "A long introduction. " * 9},
+                    {"role": "user", "content": "Hello"},
+                    {"role": "assistant", "content": "Hi"},
+                    {"role": "user", "content": "What is\n1 + 1?"},
+                    {"role": "assistant", "content": "2"},
+                ]
+            },
+        ),
+        ("instruct", {"prompt": "What is\n1 + 1?", "response": "2"}),
+        (
+            "preference",
+            {
+                "chosen": [
+                    {"role": "user", "content": "What is\n1 + 1?"},
+                    {"role": "assistant", "content": "2"},
+                ],
+                "rejected": [
+                    {"role": "user", "content": "What is\n1 + 1?"},
+                    {"role": "assistant", "content": "3"},
+                ],
+            },
+        ),
+    ],
+)
+def test_rows_show_the_last_turn_of_the_user(folder, capsys, kind, rows):
+    """They showed the first 60 characters, which are the same in all rows with a system prompt."""
+    write(folder / "chats.jsonl", [rows] * 4)
+    data = f"tokenizer: bytes\n  kind: {kind}\n  sequence_length: 300\n  packing: false"
+    recipe = SMALL.replace("data.txt", "chats.jsonl").replace("tokenizer: bytes", data)
+    recipe = recipe.replace("kind: text\n", "").replace("_size: 64", "_size: 2")
+    write(folder / "run/recipe.yaml", recipe)
+    assert [text for *_, text in rows_of(capsys, 1)] == ["What is 1 + 1?"] * 2
+
+
 def test_rows_refuses_missing_runs_and_steps(folder):
     def error_message(*arguments):
         with pytest.raises(RecipeError) as error:

@@ -124,3 +124,36 @@ def test_loader_processes_that_are_killed_at_the_end_raise_no_error(tmp_path):
         [sys.executable, program], capture_output=True, text=True, timeout=60, cwd=REPOSITORY
     )
     assert (ended.returncode, ended.stderr) == (3, "")
+
+
+NOISY = """
+import os, sys, warnings
+from launcher.distributed.spawn import rank_main
+def run(setting):
+    print("progress", flush=True)
+    os.write(2, b"a warning of C++\\n")
+    warnings.warn("a warning")
+    return 5
+rank_main(run)
+"""
+
+
+def test_warnings_of_ranks_are_not_on_the_console(tmp_path):
+    """One of DDP about strides came between the dots of the self-test."""
+    (tmp_path / "noisy.py").write_text(NOISY)
+    code = (
+        "from launcher.distributed.spawn import run_ranks\n"
+        "ended = run_ranks('noisy', {}, ranks=1, console=True)\n"
+        "print(ended.result, 'a warning of C++' in ended.printed, 'UserWarning' in ended.printed)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": f"{REPOSITORY}:{tmp_path}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.stdout == "progress\n5 True True\n"

@@ -5,7 +5,6 @@ import math
 import os
 import re
 import shlex
-from datetime import datetime
 
 import markupsafe
 import pytest
@@ -109,50 +108,76 @@ def make_run(path, steps, *, rate=1e-3, every=5, ended="failed", name=None, **bu
 
 
 def embedded(file):
-    """Return the figures in a page by their titles."""
+    """Return the charts in a page by their titles."""
     text = re.search(r'id="data">(.*?)</script>', file.read_text(), re.DOTALL)[1]
-    return {figure["title"]: figure for figure in json.loads(text)}
+    return {figure["title"]: figure for part in json.loads(text) for figure in part["figures"]}
 
 
-def curves(traces):
-    """Return the curves of a chart, without the marks, as {(run, name): [(x, y), ...]}."""
+def marks_in(file):
+    """Return the steps of the marks in a page, as {(run, kind): [step, ...]}."""
+    text = re.search(r'id="data">(.*?)</script>', file.read_text(), re.DOTALL)[1]
+    marks = {}
+    for mark in json.loads(text)[0]["marks"]:
+        marks.setdefault((mark["run"], mark["kind"]), []).append(mark["step"])
+    return marks
+
+
+def curves(figure):
+    """Return the curves of a chart as {(run, name): [(step, value), ...]}."""
     return {
-        (trace["meta"], trace["name"]): list(zip(trace["x"], trace["y"], strict=True))
-        for trace in traces
-        if "name" in trace
+        (curve["run"], curve["name"]): list(zip(curve["steps"], curve["values"], strict=True))
+        for curve in figure["curves"]
     }
 
 
-def drawn(browser, title):
-    """Return the visible traces that plotly has of a chart, and the type of its value axis."""
+def bars_in(browser):
+    """Return the bars of a page by title: label, and names with texts and widths of its parts."""
     return browser.evaluate(
-        f"""(() => {{
-            const plot = plots[figures.findIndex(f => f.title === {json.dumps(title)})];
-            const shown = plot.data.filter(trace => trace.visible !== false);
-            return [shown, plot._fullLayout.yaxis.type];
-        }})()"""
+        """Object.fromEntries([...document.querySelectorAll("figure.bars")].map(figure => [
+            figure.querySelector("h3").textContent.trim(),
+            [...figure.querySelectorAll(".bar")].map(bar => [
+                bar.previousElementSibling.textContent,
+                [...bar.children].map(part => [part.title, parseFloat(part.style.width)])])]))"""
     )
 
 
+def drawn(browser, title):
+    """Return what uPlot has drawn of a chart: {(run, name): [(x, y), ...]} of the visible curves.
+    Places at which only other curves have points are left out."""
+    found = browser.evaluate(
+        f"""(() => {{
+            const n = figures.findIndex(f => f.title === {json.dumps(title)});
+            return figures[n].curves.map((curve, k) => [curve.run, curve.name,
+                plots[n].series[k + 1].show,
+                plots[n].data[0].map((x, i) => [x, plots[n].data[k + 1][i]]).filter(
+                    ([x, y]) => y !== undefined)]);
+        }})()"""
+    )
+    return {
+        (run, name): [tuple(point) for point in points] for run, name, show, points in found if show
+    }
+
+
 def hover(browser, title, share):
-    """Move the pointer to `share` of the width of a chart. Return the lines of the label."""
+    """Move the pointer to `share` of the width of a chart. Return what its legend shows by name."""
     x, y = browser.evaluate(
         f"""(() => {{
             const plot = plots[figures.findIndex(f => f.title === {json.dumps(title)})];
-            plot.scrollIntoView({{ block: "center" }});
-            const box = plot.querySelector(".nsewdrag").getBoundingClientRect();
+            plot.over.scrollIntoView({{ block: "center" }});
+            const box = plot.over.getBoundingClientRect();
             return [box.left + {share} * box.width, box.top + box.height / 2];
         }})()"""
     )
     browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
     return browser.evaluate(
-        """(async () => {
-            for (let frame = 0; frame < 600; frame++) {
-                const shown = document.querySelectorAll(".hoverlayer text");
-                if (shown.length) return [...shown].map(text => text.textContent);
+        f"""(async () => {{
+            const plot = plots[figures.findIndex(f => f.title === {json.dumps(title)})];
+            for (let frame = 0; frame < 600 && plot.cursor.idx == null; frame++)
                 await new Promise(requestAnimationFrame);
-            }
-        })()"""
+            return Object.fromEntries([...plot.root.querySelectorAll(".u-series")].map(row =>
+                [row.querySelector(".u-label").textContent,
+                 row.querySelector(".u-value").textContent]));
+        }})()"""
     )
 
 
@@ -165,7 +190,7 @@ def test_page_of_a_run(tmp_path, browser, capsys):
     assert str(markupsafe.escape(command)) in out.read_text()
     records = read_jsonl(run.metrics)
     charts = embedded(out)
-    assert list(charts) == [*CHARTS, "Time", "Time of a step", "Memory at the peak"]
+    assert list(charts) == [*CHARTS]
 
     def expected(key, along):
         return [
@@ -181,66 +206,85 @@ def test_page_of_a_run(tmp_path, browser, capsys):
     for width in (1280, 390):
         for scheme in ("light", "dark"):
             browser.open(out, width=width, scheme=scheme)
-            assert browser.evaluate("document.querySelectorAll('.main-svg').length") >= len(charts)
+            assert browser.evaluate("document.querySelectorAll('.uplot canvas').length") == len(
+                charts
+            )
             assert browser.evaluate(NO_HORIZONTAL_SCROLL)
-            for element in ("document.body", "document.querySelector('.plot text')"):
-                style = f"getComputedStyle({element})"
-                backgrounds.add(browser.evaluate(f"{style}.backgroundColor + {style}.fill"))
+            backgrounds.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+            backgrounds.add(browser.evaluate("plots[0].axes[0].stroke()"))
     assert len(backgrounds) == 4
 
     browser.open(out, width=1280)
+    first = "[...document.body.children].filter(e => e.matches('.cards, .charts, table, h2'))"
+    assert browser.evaluate(f"{first}.slice(0, 2).map(e => e.className)") == ["cards", "charts"]
+    cards = browser.evaluate(
+        "Object.fromEntries([...document.querySelectorAll('.cards div')].map("
+        "c => [...c.children].map(e => e.textContent)).map(([n, ...rest]) => [n, rest]))"
+    )
+    assert cards["state"] == ["finished", ""]
+    assert cards["step"] == ["50 of 50", "100%"]
+    assert cards["loss"] == [f"{records[-2]['loss']:.4f}", "evaluation 2.5000"]
+    assert cards["speed"] == ["1,050 tokens/s", "1.75 s a step"]
+    assert cards["took"] == ["3 min 00 s", "1 restart"]
+    assert cards["memory"] == ["512.2 MiB", ""]
+    assert cards["checkpoint"] == ["none", ""]
     gaps = {51: 10, 11: 2}  # the second attempt begins after step 10
     assert browser.evaluate("[...axis.options].map(o => o.value)") == ["step", "time", "date"]
     for axis in ("step", "time", "date"):
         browser.evaluate(f"axis.value = '{axis}'; axis.onchange()")
         for title, keys in CHARTS.items():
-            traces, _ = drawn(browser, title)
-            found = curves(traces)
+            found = drawn(browser, title)
             assert set(found) == {(0, name) for name in keys}
             for name, key in keys.items():
                 points = found[0, name]
                 assert points[gaps[len(points)]][1] is None
                 if axis == "step":
-                    assert without_gap(points) == expected(key, lambda r: r["step"])
+                    along = lambda r: r["step"]  # noqa: E731
                 elif axis == "time":
-                    minutes = expected(
-                        key, lambda r: pytest.approx((r["time"] - START) / 60, abs=1e-3)
-                    )
-                    assert without_gap(points) == minutes
-                else:  # of this time zone
-                    dates = [datetime.fromisoformat(x).timestamp() for x, _ in without_gap(points)]
-                    along = expected(key, lambda r: r["time"])
-                    assert dates == pytest.approx([at for at, _ in along], abs=0.1)
-            marks = {
-                trace["hovertemplate"].removesuffix("<extra></extra>"): trace["x"][0]
-                for trace in traces
-                if "name" not in trace
-            }
-            assert set(marks) == {"restart", "checkpoint", "skipped step"}
-            if axis == "step":
-                assert marks == {"restart": 10, "checkpoint": 10, "skipped step": 7}
+                    along = lambda r: pytest.approx((r["time"] - START) / 60)  # noqa: E731
+                else:
+                    along = lambda r: pytest.approx(r["time"], abs=1e-3)  # noqa: E731
+                assert without_gap(points) == expected(key, along)
+    assert marks_in(out) == {
+        (0, "restart"): [10],
+        (0, "checkpoint"): [10],
+        (0, "skipped step"): [7],
+    }
     browser.evaluate("axis.value = 'step'; axis.onchange()")
     for kept in (0.9, 0):
         browser.evaluate(f"smooth.value = {kept}; smooth.oninput()")
-        values = [value for _, value in curves(drawn(browser, "Loss")[0])[0, "training"]]
+        values = [value for _, value in drawn(browser, "Loss")[0, "training"]]
         weights, total, mean = 0.0, 0.0, []
         for value in (r["loss"] for r in records if "loss" in r):
             if value is not None:
                 weights, total = kept * weights + 1, kept * total + value
             mean.append(value and pytest.approx(total / weights))
         assert [*values[:10], *values[11:]] == mean
-        few = curves(drawn(browser, "Loss")[0])[0, "evaluation"]  # not smoothed
+        few = drawn(browser, "Loss")[0, "evaluation"]  # not smoothed
         assert few[0] == (5, 2.95)
 
-    step, value, *_ = hover(browser, "Learning rate", 0.8)
-    (rate,) = (r["learning_rate"] for r in records if r["step"] == int(step) and "loss" in r)
-    assert 30 < int(step) < 50
-    assert float(value) == pytest.approx(rate, rel=1e-5)
-    assert hover(browser, "Peak memory of a rank", 0.8)[1].endswith(" GiB")
-    assert drawn(browser, "Loss")[1] == "linear"
+    shown = hover(browser, "Learning rate", 0.8)
+    (rate,) = (
+        r["learning_rate"] for r in records if str(r["step"]) == shown["step"] and "loss" in r
+    )
+    assert 30 < int(shown["step"]) < 50
+    assert float(shown["value"]) == pytest.approx(rate, rel=1e-5)
+    assert hover(browser, "Peak memory of a rank", 0.8)["allocated"].endswith(" GiB")
+    loss = drawn(browser, "Loss")[0, "training"]
     browser.evaluate('document.querySelector(".log").click()')
-    assert drawn(browser, "Loss")[1] == "log"
-    assert drawn(browser, "Learning rate")[1] == "linear"
+    assert drawn(browser, "Loss")[0, "training"] == [
+        (x, y and pytest.approx(math.log10(y))) for x, y in loss
+    ]
+    written = float(hover(browser, "Loss", 0.5)["training"])
+    assert any(y and written == pytest.approx(y, rel=1e-5) for _, y in loss)
+    bars = bars_in(browser)
+    assert list(bars) == ["Time", "Time of a step", "Memory at the peak"]
+    ((label, parts),) = bars["Time of a step"]
+    assert label == "a<b> & c: 1,750 ms"
+    assert parts == [
+        ["forward: 500 ms", pytest.approx(100 * 0.5 / 1.75, abs=0.01)],
+        ["data: 1,250 ms", pytest.approx(100 * 1.25 / 1.75, abs=0.01)],
+    ]
 
     text = browser.evaluate("document.body.textContent")
     for shown in (
@@ -248,10 +292,9 @@ def test_page_of_a_run(tmp_path, browser, capsys):
         *("1,250 ms", "500 ms"),
         *("started", "tokens", "rank-hours", "Time of a step"),
         "launcher train recipe=quickstart 'a='\"'\"'b c'\"'\"'' gpus=2",
-        "the last words",
         *("Memory at the peak", "512.2 MiB", "parameters", "other"),
         *("optimizer.learning_rate", "2.13.0"),
-        *("answers in the evaluation after step 50", "50 + 1 =", "<b>5</b>"),
+        "the last words",
     ):
         assert shown in text
     assert browser.problems == []
@@ -262,7 +305,7 @@ def test_page_of_several_runs(tmp_path, browser):
     make_run(tmp_path / "sweep/short", 40, device="NVIDIA H100 80GB HBM3", device_memory=80 << 30)
     out = tmp_path / "report.html"
     assert main.main(["report", str(tmp_path / "sweep"), f"out={out}"]) == 0
-    found = curves(embedded(out)["Loss"]["data"])
+    found = curves(embedded(out)["Loss"])
     assert set(found) == {(0, "training"), (1, "training"), (1, "evaluation")}
     assert 1000 < len(found[0, "training"]) <= page.MOST_POINTS + 1
     records = {r["step"]: r["loss"] for r in read_jsonl(long.metrics)}
@@ -272,7 +315,7 @@ def test_page_of_several_runs(tmp_path, browser):
     text = browser.evaluate("document.body.innerText")
     assert "the longest has 5,000" in text
     table = browser.evaluate(
-        '[...document.querySelector("table").rows].map(r => [...r.cells].map(c => c.textContent))'
+        '[...document.querySelector(".scroll table").rows].map(r => [...r.cells].map(c => c.textContent))'
     )
     columns = {name: values for name, *values in zip(*table, strict=True)}
     assert columns[""] == ["long", "short"]
@@ -280,20 +323,18 @@ def test_page_of_several_runs(tmp_path, browser):
     assert columns["lowest evaluation"] == ["", "2.6000"]
     width, room, height = browser.evaluate(
         "(t => [t.scrollWidth, t.parentElement.clientWidth, t.clientHeight])"
-        '(document.querySelector("table"))'
+        '(document.querySelector(".scroll table"))'
     )
     assert width <= room
     assert height < 3 * 2 * 20, "three rows of at most two lines"
     assert "State, continued" in text
 
-    step, *labels = hover(browser, "Tokens per second, all ranks", 0.5)
-    assert any(
-        re.fullmatch(rf"long .*{1000 + int(step.replace(',', '')):,} tokens/s", t) for t in labels
-    )
+    shown = hover(browser, "Tokens per second, all ranks", 0.5)
+    step = int(shown["step"].replace(",", ""))
+    assert shown["long"] == f"{1000 + step:,} tokens/s"
     for hidden in ({0}, {0, 1}):
         browser.evaluate(f'document.querySelectorAll("nav button")[{max(hidden)}].click()')
-        shown, _ = drawn(browser, "Loss")
-        assert {trace["meta"] for trace in shown} == {0, 1} - hidden
+        assert {run for run, _ in drawn(browser, "Loss")} == {0, 1} - hidden
     assert browser.problems == []
 
 
@@ -308,7 +349,7 @@ def test_runs_of_different_recipes_are_compared_by_state(tmp_path):
     recipe.write_text(text)
     out = tmp_path / "report.html"
     assert main.main(["report", str(tmp_path), f"out={out}"]) == 0
-    first, *others = re.findall(r"<table>.*?</table>", out.read_text(), re.DOTALL)
+    first, *others = re.findall(r"<table.*?</table>", out.read_text(), re.DOTALL)
     assert "data.workers" not in first
     assert any("data.workers" in table for table in others)
 
@@ -319,7 +360,7 @@ def test_a_sweep_is_compared_with_its_recipe(tmp_path):
         make_run(tmp_path / label, 10, name=f"quickstart {label}")
     out = tmp_path / "report.html"
     assert main.main(["report", str(tmp_path), f"out={out}"]) == 0
-    assert "<th>recipes/quickstart.yaml</th>" in out.read_text()
+    assert ">recipes/quickstart.yaml</th>" in out.read_text()
 
 
 def test_page_of_a_plan(tmp_path, browser):
@@ -330,11 +371,18 @@ def test_page_of_a_plan(tmp_path, browser):
     text = browser.evaluate("document.body.textContent")
     for shown in ("Plan of llama_3_1_8b", "backward: 46.9 GiB", "activations", "To take one"):
         assert shown in text
-    peaks, timeline = embedded(out).values()
-    assert [sum(trace["x"][n] > 0 for trace in peaks["data"]) for n in range(3)] == [10, 10, 7]
-    (line,) = peaks["layout"]["shapes"]
-    assert line["x0"] == line["x1"] == plan["machine"]["memory"]
-    assert peaks["layout"]["xaxis"]["range"][1] > line["x0"]
+    assert [len(parts) for _, parts in bars_in(browser)["Memory at the peak of each phase"]] == [
+        10,
+        10,
+        7,
+    ]
+    line = browser.evaluate("parseFloat(document.querySelector('.line').style.width)")
+    assert line == pytest.approx(100)
+    words = browser.evaluate("[...document.querySelectorAll('.words')].map(e => e.textContent)")
+    assert words == [shlex.join(row["overrides"]) for row in plan["search"]["configurations"]]
+    cut = "[...document.querySelectorAll('.words')].filter(e => e.scrollWidth > e.clientWidth)"
+    assert browser.evaluate(f"{cut}.length") == 0
+    assert browser.evaluate("document.querySelector('.scroll').scrollWidth") <= 390
     copied = browser.evaluate(
         """(async () => {
             const copied = [];
@@ -348,7 +396,8 @@ def test_page_of_a_plan(tmp_path, browser):
     pasted = [shlex.join(row["overrides"]) for row in plan["search"]["configurations"]]
     assert copied == [list(filter(None, pasted)), ["copied"] * len(copied[0])]
     assert len(copied[0]) > 1
-    sizes = [size * 2**30 for size in timeline["data"][0]["y"]]
+    (timeline,) = embedded(out).values()
+    sizes = [size * 2**30 for size in timeline["curves"][0]["values"]]
     assert sizes == pytest.approx([moment["total"] for moment in plan["timeline"]])
     assert browser.evaluate(NO_HORIZONTAL_SCROLL)
     assert browser.problems == []
@@ -362,19 +411,78 @@ def test_restarts_and_resumes_are_marked(tmp_path):
     append_line(reopened.events, later | {"event": "resumed", "step": 20, "time": START + 510})
     out = tmp_path / "report.html"
     assert main.main(["report", str(tmp_path), f"out={out}"]) == 0
-    charts = embedded(out)
-    marks = {
-        (trace["meta"], trace["hovertemplate"].removesuffix("<extra></extra>")): trace["x"][::3]
-        for trace in charts["Loss"]["data"]
-        if "name" not in trace
-    }
+    marks = marks_in(out)
     assert marks[0, "restart"] == [10]
     assert marks[1, "resume"] == [10, 20]
     assert {(0, "resume"), (1, "restart")}.isdisjoint(marks)
-    (bars,) = {len(trace["y"]) for trace in charts["Memory at the peak"]["data"]}
-    assert bars == 2  # the measured peak is kept
-    phases = {trace["name"]: trace["x"] for trace in charts["Time of a step"]["data"]}
-    assert phases == {"forward": [0.5, 0.5], "data": [1.25, 1.25]}
+    text = out.read_text()
+    memory = text[text.index("<h3>Memory at the peak") :]
+    assert memory[: memory.index("</figure>")].count('class="bar"') == 2  # the peak is kept
+    phases = text[text.index("<h3>Time of a step") :]
+    phases = phases[: phases.index("</figure>")]
+    assert re.findall(r'title="(.*?)"', phases) == ["forward: 500 ms", "data: 1,250 ms"] * 2
+
+
+def make_samples(run, steps, prompts=2):
+    """Answers of evaluations after these steps; those of the last one are right."""
+    (run.path / "samples.jsonl").write_text("")
+    for step in steps:
+        for number in range(prompts):
+            right = step == steps[-1]
+            sample = {"step": step, "set": "validation", "prompt": f"{number} + 1 = "}
+            sample |= {"reference": f"{number + 1}", "answer": f"{number + 1}" if right else "<b>"}
+            append_line(run.path / "samples.jsonl", sample | {"exact_match": float(right)})
+
+
+def shown_answers(browser):
+    """Return the texts of the answers in a page: prompt, then names with texts, then scores."""
+    return browser.evaluate(
+        """[...document.querySelectorAll(".answers article")].map(article => [
+            article.querySelector("q").textContent,
+            ...[...article.querySelectorAll("div span")].map(
+                part => [part.firstChild.textContent, part.lastChild.textContent]),
+            article.lastElementChild.textContent])"""
+    )
+
+
+def test_answers_before_and_after_training_are_beside_each_other(tmp_path, browser):
+    run, out = make_run(tmp_path / "run", 10), tmp_path / "report.html"
+    make_samples(run, [0, 5, 10], prompts=12)
+    assert main.main(["report", str(run.path), f"out={out}"]) == 0
+    browser.open(out, width=390)
+    first, second, *others = shown_answers(browser)
+    texts = [["reference", "1"], ["before training", "<b>"], ["after step 10", "1"]]
+    assert first == ["0 + 1 = ", *texts, "exact_match 0 → 1"]
+    assert second[0] == "1 + 1 = "
+    assert len(others) == 6
+    assert "8 of 12; all are in samples.jsonl" in out.read_text()
+    assert browser.evaluate(NO_HORIZONTAL_SCROLL)
+
+
+def test_answers_of_one_evaluation(tmp_path, browser):
+    run, out = make_run(tmp_path / "run", 10), tmp_path / "report.html"
+    make_samples(run, [10])
+    assert main.main(["report", str(run.path), f"out={out}"]) == 0
+    browser.open(out, width=1280)
+    first, _ = shown_answers(browser)
+    assert first == ["0 + 1 = ", ["reference", "1"], ["after step 10", "1"], "exact_match 1"]
+
+
+def test_a_plan_says_first_whether_it_fits(tmp_path, browser):
+    plan, out = as_json(RECIPE, example_plan(), None), tmp_path / "plan.html"
+    expected = {
+        (4 << 30) - (1 << 28): ("good", "fits, 3.8 GiB to spare"),
+        -(3 << 30): ("bad", "does not fit, needs 3.0 GiB more"),
+    }
+    for spare, verdict in expected.items():
+        write_plan(plan | {"spare": spare}, out)
+        browser.open(out, width=390)
+        card = "document.querySelector('h1 + .cards div')"
+        found = browser.evaluate(f"[...{card}.children].map(e => [e.className, e.textContent])")
+        assert found[0] == ["", "memory of a GPU"]
+        assert tuple(found[1]) == verdict
+    write_plan(plan | {"spare": None}, out)
+    assert "to spare" not in out.read_text().partition("<figure")[0]
 
 
 def test_thinned_curves_keep_extremes():
@@ -400,7 +508,7 @@ def test_page_of_incomplete_runs(tmp_path, capsys):
         stream.write('{"step": 21, "lo')
     out = tmp_path / "report.html"
     assert main.main(["report", str(tmp_path / "runs"), "--out", str(out)]) == 0
-    (points,) = curves(embedded(out)["Loss"]["data"]).values()
+    (points,) = curves(embedded(out)["Loss"]).values()
     assert points[-1][0] == 20
     text = out.read_text()
     assert "No values in metrics.jsonl: Retried allocations, Seconds per step." in text

@@ -89,7 +89,7 @@ def test_the_import_of_torchao_is_silent():
     installed, so this concerns all commands. Other warnings of the same loggers are shown."""
     pytest.importorskip("torchao")
     text = (
-        "import logging; from launcher.console import prepare_streams; prepare_streams()\n"
+        "import logging; from launcher.console import hide_irrelevant_warnings as hide; hide()\n"
         "import torchao.float8; from transformers.quantizers import auto\n"
         "logging.getLogger('torchao').warning('another warning')\n"
     )

@@ -3,6 +3,8 @@
 The tests in tests/slurm use a real cluster.
 """
 
+import contextlib
+import io
 import json
 import os
 import re
@@ -18,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher import __version__
 from launcher.cli import submit as command
 from launcher.cli.main import run as launcher
 from launcher.errors import RecipeError
@@ -27,7 +30,14 @@ from launcher.slurm import agent, attempts, preflight, scheduler
 from launcher.slurm import job as job_module
 from launcher.slurm.attempts import Attempts
 from launcher.slurm.job import Job, read_options
-from launcher.slurm.render import JobScript, node_counts, ranks_per_node, render
+from launcher.slurm.render import (
+    JobScript,
+    missing_resources,
+    node_counts,
+    ranks_per_node,
+    render,
+    training_command,
+)
 from launcher.slurm.scheduler import JobInfo
 from tests import REPOSITORY
 from tests.unit.small_recipe import SMALL, says
@@ -96,13 +106,97 @@ def test_script_contains_all_options():
     assert plain.splitlines()[1] == "# a: 2 nodes, 3 ranks on each"
     assert options_of_job_program(plain).chain == []
     assert "--gpus-per-node" not in plain, "a CPU node has no GPU option"
-    assert len(plain.splitlines()) < 40, "the script must be short"
+    assert len(plain.splitlines()) < 45, "the script must be short"
+
+
+def test_example_script_is_what_submit_writes():
+    """To write it anew: print this text into the file."""
+    project = Path("/home/me/project")
+    folder = project / "runs/sft"
+    text = render(
+        JobScript(
+            name="sft",
+            slurm=Slurm(nodes=2, gpus_per_node=8, time="12:00:00", partition="gpu"),
+            lead=300,
+            log=folder / "slurm/job_%j.log",
+            directory=project,
+            runs=((folder, folder / "slurm/recipe.yaml"),),
+            python=project / ".venv/bin/python",
+        )
+    )
+    assert (REPOSITORY / "slurm/sft.sbatch").read_text() == text.replace(f" {__version__} ", " ")
+
+
+def test_script_shows_the_command_that_trains():
+    """The script ends in a program, so it did not show what runs on the nodes."""
+    one = job(nodes=2, gpus_per_node=8, srun_extra=("--container-image=a b\nrm -rf x",))
+    text = render(one)
+    shown = [line.removeprefix("#   ") for line in text.splitlines() if line.startswith("#   ")]
+    words = shlex.split(" ".join(shown))
+    expected = training_command(
+        Slurm(nodes=2, gpus_per_node=8, srun_extra=("--container-image=a b?rm -rf x",)),
+        python="/py",
+        nodes="2",
+        endpoint="HOST:PORT",
+        name="JOB.RESTART",
+        recipe=Path("/runs/a/slurm/recipe_1.yaml"),
+        logs="/runs/a/slurm/job_JOB/restart_RESTART",
+    )
+    assert words == expected
+    assert words[:3] == ["srun", "--nodes", "2"]
+    assert words[-2:] == ["launcher.train", "recipe=/runs/a/slurm/recipe_1.yaml"]
+    assert max(map(len, text.splitlines())) <= 140
+    assert "--dependency=afternotok:JOB" in text
+    assert "--nodes NODES" in render(job(nodes="2-4", gpus_per_node=8))
+
+
+@pytest.mark.parametrize(
+    ("given", "workers", "host_memory", "expected"),
+    [
+        (
+            {},
+            2,
+            (37 << 30) + 1,
+            "note: without cpus and host_memory, the job gets what the cluster gives by default; a "
+            "node needs 3 CPUs for each GPU, for its rank and 2 loader processes (cpus=24) and "
+            "37.0 GiB of host memory (host_memory=38G)",
+        ),
+        (
+            {"host_memory": "64G"},
+            1,
+            None,
+            "note: without cpus, the job gets what the cluster gives by default; a node needs 2 CPUs "
+            "for each GPU, for its rank and 1 loader process (cpus=16)",
+        ),
+        (
+            {"cpus": 64},
+            2,
+            None,
+            "note: without host_memory, the job gets what the cluster gives by default",
+        ),
+        ({"cpus": 64, "host_memory": "64G"}, 2, 1, None),
+        ({"gpus_per_node": None}, 2, None, None),
+    ],
+)
+def test_what_a_node_needs_is_said_if_the_job_does_not_ask_for_it(
+    given, workers, host_memory, expected
+):
+    slurm = Slurm(**{"gpus_per_node": 8, **given})
+    assert missing_resources(slurm, workers=workers, host_memory=host_memory) == expected
+
+
+def test_submit_says_what_a_node_needs_by_the_plan(folder, monkeypatch, capsys):
+    monkeypatch.setattr(command, "print_plan", lambda arguments: (0, 5 << 30))
+    monkeypatch.setattr(scheduler, "sbatch", lambda script: "7")
+    assert launcher(["submit", "recipe=x.yaml", "gpus_per_node=4", "gpu=h100"]) == 0
+    printed = capsys.readouterr().out
+    assert "(cpus=12) and 5.0 GiB of host memory (host_memory=5G)\n" in printed
 
 
 def options_of_job_program(text, *arguments):
     """Returns the options of the job program if the script is started with these arguments."""
     values = {"\\\n": " ", "$warned": "0", "$terminated": "0", "$0": "/spool/script"}
-    line = text[text.index("exec ") :]
+    line = text[text.index("\nexec ") :]
     for name, value in values.items():
         line = line.replace(name, value)
     words = [word for word in shlex.split(line) if word != "$@"]
@@ -225,7 +319,7 @@ def test_sweep_has_one_folder_per_combination(folder, capsys):
     sweeps = ["optimizer.learning_rate=1e-3,2e-3", "optimizer.betas=[0.9,0.95],[0.8,0.9]"]
     text = dry_run(*(f"sweep.{sweep}" for sweep in sweeps), "throttle=3", capsys=capsys)
     assert {"--array=0-3%3", "--job-name=small"} <= set(options(text))
-    found = re.findall(r"runs/small/(\S+?)/slurm/recipe_", text)
+    found = re.findall(r"runs/small/(\S+?)/slurm/recipe_", text[text.index("\nexec ") :])
     assert found == [
         f"learning_rate={rate},betas=_{betas}_"
         for rate in ("1e-3", "2e-3")
@@ -247,6 +341,8 @@ _PAGES = ("README.md", "docs/slurm.md", "docs/tutorials/slurm.md", "docs/contain
 def test_documented_submit_commands_work(tmp_path, monkeypatch, capsys):
     """tests/slurm runs similar commands on a cluster."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "my/data").mkdir(parents=True)
+    (tmp_path / "my/data/chat.jsonl").write_text('{"prompt": "1 + 1?", "response": "2"}\n')
     lines = [line for page in _PAGES for line in (REPOSITORY / page).read_text().splitlines()]
     commands = {line for line in lines if line.startswith("launcher submit recipe")}
     assert len(commands) > 6
@@ -260,10 +356,12 @@ def test_documented_submit_commands_work(tmp_path, monkeypatch, capsys):
 
 
 def test_plan_is_computed_in_another_process(folder, monkeypatch, capsys):
-    def run(words, env):
+    def run(words, env, **pipes):
         assert words[:3] == [sys.executable, "-m", "launcher"]
         assert "SLURM_JOB_ID" not in env
-        return types.SimpleNamespace(returncode=launcher(words[3:]))
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            status = launcher(words[3:])
+        return types.SimpleNamespace(returncode=status, stdout=printed.getvalue())
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(command.subprocess, "run", run)
@@ -274,7 +372,9 @@ def test_plan_is_computed_in_another_process(folder, monkeypatch, capsys):
 
 def test_oversized_job_is_not_submitted_unless_forced(folder, monkeypatch, capsys):
     requested = []
-    monkeypatch.setattr(command, "print_plan", lambda arguments: requested.append(arguments) or 3)
+    monkeypatch.setattr(
+        command, "print_plan", lambda arguments: requested.append(arguments) or (3, 9)
+    )
     monkeypatch.setattr(scheduler, "sbatch", lambda script: "7")
     words = ["recipe=x.yaml", "nodes=2", "gpus_per_node=4", "gpu=h100", "host_memory=500G"]
     assert launcher(["submit", *words]) == 3
@@ -299,7 +399,7 @@ def test_oversized_job_is_not_submitted_unless_forced(folder, monkeypatch, capsy
 
 
 def test_sweep_plans_only_runs_with_different_memory(folder, monkeypatch, capsys):
-    monkeypatch.setattr(command, "print_plan", lambda arguments: 1)
+    monkeypatch.setattr(command, "print_plan", lambda arguments: (1, None))
     monkeypatch.setattr(scheduler, "sbatch", lambda script: "7")
     sweeps = ["batch.micro_batch_size=1,2", "optimizer.learning_rate=1e-4,2e-4"]
     words = ["recipe=x.yaml", "gpus_per_node=4", "gpu=h100"]
@@ -713,8 +813,8 @@ def test_each_start_has_its_own_logs_and_port(start_job):
     again, _ = start_job({"SLURM_JOB_ID": "9"}, "", "--", "7", "8")
     assert (job.job, job.this, job.after, job.restart, again.restart) == ("7", "9", "8", 0, 1)
     assert again.logs == job.run_dir / "slurm/job_7/restart_1"
-    ports = [word for start in (job, again) for word in start.torchrun(restarts=0) if ":" in word]
-    assert ports == ["n1:20063", "n1:20064"]
+    meetings = [start.meeting()["endpoint"] for start in (job, again)]
+    assert meetings == ["n1:20063", "n1:20064"]
     expected = {"LAUNCHER_JOB": "7", "LAUNCHER_START": "1", "LAUNCHER_REFUSED": str(again.refused)}
     expected |= {"OMP_NUM_THREADS": "4", "SRUN_CPUS_PER_TASK": "8"}
     assert {name: os.environ[name] for name in expected} == expected
