@@ -24,6 +24,7 @@ from launcher.errors import RecipeError
 from launcher.libraries.private import may_be_missing, may_be_unexpected
 from launcher.models.build import (
     checkpoint_folder,
+    constructed_buffers,
     freeze,
     is_classifier,
     is_pretrained,
@@ -167,7 +168,11 @@ def starting_weights(
     if folder is None or not is_pretrained(section):
         if folder is not None:
             without_quantization(model.config)
-        load, dtype = partial(random_weights, seed=seed), torch.float32
+        constructed = None
+        if section.builder is not None:
+            constructed = partial(constructed_buffers, section, seed=seed)
+        load = partial(random_weights, seed=seed, constructed=constructed)
+        dtype = torch.float32
     else:
         checkpoint = open_checkpoint(folder, model, new_ids=new_ids)
         load = partial(pretrained_weights, checkpoint=checkpoint, seed=seed)
