@@ -4,12 +4,14 @@ import random
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from launcher.cli.main import main
 from launcher.errors import RecipeError
 from launcher.models import philox
 from launcher.models.build import (
@@ -462,6 +464,23 @@ def test_all_modules_without_an_initializer_are_in_one_message():
         "Several (scale) at the model; Bare (scale) at first, others.0, others.1 and 1 more. "
         in (problem)
     )
+
+
+PLANNED = """
+run: {name: own, max_steps: 2}
+model: {builder: "own:Several"}
+data: {builder: "own:nothing"}
+batch: {global_batch_size: 8, micro_batch_size: 4}
+"""
+
+
+@pytest.mark.usefixtures("user_module")
+def test_the_plan_names_the_modules_without_an_initializer(capsys):
+    Path("own.yaml").write_text(PLANNED)
+    assert main(["plan", "recipe=own.yaml", "gpu=cpu", "gpus=1"]) == 2
+    printed = capsys.readouterr().err
+    assert "Several (scale) at the model; Bare (scale) at first, others.0, others.1" in printed
+    assert "Traceback" not in printed
 
 
 @pytest.mark.usefixtures("user_module")
