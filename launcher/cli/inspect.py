@@ -19,7 +19,9 @@ def inspect(
         str, option("train, validation, or a name in data.train or data.validation.", "NAME")
     ] = "train",
     samples: Annotated[int, option("Samples to print.", "N")] = 3,
-    tokens: Annotated[int, option("Tokens to print of each sample.", "N")] = 600,
+    tokens: Annotated[
+        int | None, option("Tokens to print of each sample. Default: 600.", "N")
+    ] = None,
     html: Annotated[
         Path | None, option("Also write the page as HTML, with the images of rows.", "FILE")
     ] = None,
@@ -28,6 +30,8 @@ def inspect(
 ) -> int:
     """Print samples as the model will see them, packing, totals and a histogram of lengths.
 
+    Of data.builder: the tensors of its samples and of a micro-batch. This runs the builder's code.
+
     \b
     Example:
       launcher inspect recipe=quickstart samples=2
@@ -35,19 +39,26 @@ def inspect(
     configure_logging(stream="stderr")
     loaded = load_recipe(overrides, ranks=None if gpus is None else nodes * gpus, hub=True)
     recipe = loaded.recipe
-    if recipe.data.builder is not None:
-        what = "inspect shows the samples of data.train and data.validation, not its own"
-        raise RecipeError(f"data.builder: {what}")
-    sets = _sets_of(recipe.data, set)
+    builder = recipe.data.builder
+    if builder is not None and tokens is not None:
+        raise RecipeError(
+            "command line: tokens: the samples of data.builder are tensors; leave out"
+        )
+    sets = {} if builder is not None else _sets_of(recipe.data, set)
     if html is not None:
         make_parent_of_file(html, "html")
 
     # After all other errors of the recipe, because they import torch
+    from launcher.cli.inspect_own import print_own_page
     from launcher.cli.inspect_page import print_page
     from launcher.models.config_keys import check_config_keys
 
     check_config_keys(loaded)
-    print_page(recipe, set, sets, samples=samples, tokens=tokens, html=html)
+    if builder is not None:
+        print_own_page(recipe, set, samples=samples, html=html)
+    else:
+        most = 600 if tokens is None else tokens
+        print_page(recipe, set, sets, samples=samples, tokens=most, html=html)
     return EXIT_DONE
 
 
