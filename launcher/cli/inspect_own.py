@@ -91,8 +91,8 @@ def describe(value: object, path: str = "") -> Iterator[tuple[str, object]]:
     items: list[tuple[str, object]] | None = None
     if isinstance(value, Mapping):
         items = [(f"{path}[{key!r}]", each) for key, each in value.items()]
-    elif isinstance(value, tuple) and hasattr(value, "_fields"):
-        items = [(f"{path}.{key}", getattr(value, key)) for key in value._fields]
+    elif isinstance(value, tuple) and hasattr(value, "_asdict"):
+        items = [(f"{path}.{key}", each) for key, each in value._asdict().items()]
     elif isinstance(value, list | tuple):
         items = [(f"{path}[{index}]", each) for index, each in enumerate(value)]
     if items is None:

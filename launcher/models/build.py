@@ -7,21 +7,20 @@ import difflib
 import fnmatch
 import inspect
 import math
-import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from launcher.errors import RecipeError, first_line, line_of
+from launcher.errors import RecipeError
 from launcher.libraries.private import block_classes
+from launcher.models.applied import applied
 from launcher.models.config_overrides import changed_config
+from launcher.models.constructors import Draws, refuse_plain_tensors
 from launcher.models.dequantized import settings_of
 from launcher.models.initialization import check_initializers, clean_name
 from launcher.models.nf4 import shape_of
@@ -319,7 +318,7 @@ def _refusals(folder: Path | None, key: str, attention: str) -> Iterator[None]:
 
 
 def _from_builder(name: str, arguments: Mapping[str, object]) -> nn.Module:
-    with torch.device("meta"):
+    with torch.device("meta"), Draws() as draws:
         built = call_function(name, arguments, key="model.builder")
     if not isinstance(built, nn.Module):
         returned = type(built).__name__
@@ -333,67 +332,10 @@ def _from_builder(name: str, arguments: Mapping[str, object]) -> nn.Module:
                 "on the meta device, and get their weights after sharding"
             )
     check_initializers(built)
-    _refuse_plain_tensors(built)
+    refuse_plain_tensors(built)
+    # Before the dtype changes, by which parameters get other storages
+    applied(built).draws = draws.after_initializers(built)
     return built.float()
-
-
-def _refuse_plain_tensors(model: nn.Module) -> None:
-    """Raises RecipeError for tensors of the user's modules that are no buffers: they stay on the meta
-    device, and would not move to a GPU either."""
-    found = [
-        f"{name}.{key}".removeprefix(".")
-        for name, module in model.named_modules()
-        if not type(module).__module__.startswith(("torch.", "transformers."))
-        for key, value in vars(module).items()
-        if isinstance(value, torch.Tensor) and value.is_meta
-    ]
-    if found:
-        raise RecipeError(
-            f"model.builder: {', '.join(found)}: a tensor in an attribute gets no values, because "
-            "models are built on the meta device; make it a buffer: "
-            f"self.register_buffer({found[0].rpartition('.')[2]!r}, ..., persistent=False)"
-        )
-
-
-def constructed_buffers(section: Model, *, seed: int) -> dict[str, torch.Tensor]:
-    """The buffers of a model of `model.builder` by name, with the values that its constructors
-    compute, such as masks and tables of angles; on the CPU.
-
-    The model is built again, on the CPU. Each parameter moves to the meta device as soon as a module
-    gets it, so that this takes the memory of the buffers and of one parameter. A buffer that is
-    computed from parameters is on the meta device. Random numbers are drawn with `seed`.
-
-    Raises RecipeError if this cannot be done.
-    """
-    assert section.builder is not None
-    name, random_states = section.builder, (random.getstate(), np.random.get_state())
-    hook: Callable[..., Any] = _on_meta  # torch's annotation has no result
-    to_meta = register_module_parameter_registration_hook(hook)
-    try:
-        with torch.device("cpu"), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            built = call_function(name, section.arguments or {}, key="model.builder")
-    except (Exception, MemoryError) as error:
-        what = f"{type(error).__name__}: {first_line(error)} ({line_of(error)})"
-        raise RecipeError(
-            f"model.builder: {name} computes buffers in __init__. For their values it was built on "
-            f"the CPU, with parameters on the meta device, which failed: {what}; compute buffers in "
-            "reset_parameters() of their module"
-        ) from error
-    finally:
-        to_meta.remove()
-        random.setstate(random_states[0])
-        np.random.set_state(random_states[1])
-    assert isinstance(built, nn.Module)
-    return {clean_name(key): value for key, value in built.named_buffers(remove_duplicate=False)}
-
-
-def _on_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
-    if parameter is None or parameter.is_meta:  # tied to one that has moved
-        return None
-    return nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:

@@ -85,11 +85,12 @@ def random_weights(
     *,
     seed: int,
     constructed: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+    draws: Mapping[str, list[Any]] | None = None,
 ) -> None:
     """Initializes a wrapped meta model: parameters on one device, buffers on the other.
-    constructed: see `initialize`."""
+    constructed, draws: see `initialize`."""
     materialize(model, parameters=parameters, buffers=buffers)
-    initialize(model, seed=seed, constructed=constructed)
+    initialize(model, seed=seed, constructed=constructed, draws=draws)
 
 
 @torch.no_grad()
@@ -99,6 +100,7 @@ def initialize(
     seed: int,
     loaded: Container[str] = (),
     constructed: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+    draws: Mapping[str, list[Any]] | None = None,
 ) -> None:
     """Draws random weights and computes buffers of a materialized model with its own code:
     `_init_weights(module)` of the innermost model around a module, else the module's
@@ -107,16 +109,12 @@ def initialize(
 
     `loaded` are clean names of tensors of a checkpoint, which are not drawn. `constructed` returns
     the buffers of a model of the user's as its constructors compute them. It is called if no
-    initializer sets one of them. Raises RecipeError with all parameters and buffers that get no
+    initializer sets one of them. `draws` are operations in place for parameters, by name, after the
+    initializers (`constructors.Draw`). Raises RecipeError with all parameters and buffers that get no
     value.
     """
-    owner = _owners(model)
     kept = {id(tensor) for name, tensor in named_tensors(model).items() if name in loaded}
-    order: list[nn.Module] = []
-    model.apply(order.append)  # children before parents, whose code may draw their weights again
-    names = {module: name for name, module in model.named_modules()}
-    modules = [(names[module], module) for module in dict.fromkeys(order)]
-    modules.sort(key=lambda named: ".lora_" in named[0])  # last: no parent draws them again
+    modules = _children_first(model)
     drawn = [
         (name, module)
         for name, module in modules
@@ -129,7 +127,7 @@ def initialize(
             id(buffer): (buffer, version_of(buffer))
             for _, buffer in model.named_buffers()  # on the CPU: none of this waits for the device
         }
-        for name, draw in _initializers(drawn, owner):
+        for name, draw in initializers(model, drawn):
             # The generator is for random numbers outside of parameters
             torch.default_generator.manual_seed(philox.derived_seed(seed, clean_name(name)))
             draw()
@@ -138,6 +136,13 @@ def initialize(
         for _, module in drawn:  # after all parents, which may draw all that a module has
             if isinstance(module, GroupedExperts):
                 module.draw_adapters()
+        for initial in initials:
+            for draw in (draws or {}).get(initial.name, ()):
+                key = f"constructor {initial.name}"
+                torch.default_generator.manual_seed(philox.derived_seed(seed, key))
+                draw.repeat(initial.placeholder())
+            while whole:
+                whole.pop().store()
         unset = [f"parameter {initial.name}" for initial in initials if initial.is_unset()]
         lost = {
             clean_name(name): buffer
@@ -218,10 +223,22 @@ def check_initializers(model: nn.Module) -> None:
     )
 
 
-def _initializers(
-    modules: list[tuple[str, nn.Module]], owner: Mapping[nn.Module, Any]
+def _children_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """All modules with their names. Parents may draw the weights of their children again."""
+    order: list[nn.Module] = []
+    model.apply(order.append)
+    names = {module: name for name, module in model.named_modules()}
+    modules = [(names[module], module) for module in dict.fromkeys(order)]
+    modules.sort(key=lambda named: ".lora_" in named[0])  # last: no parent draws them again
+    return modules
+
+
+def initializers(
+    model: nn.Module, modules: list[tuple[str, nn.Module]] | None = None
 ) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What initializes these modules, in order, each with the name of the module."""
+    """What initializes these modules of a model, or all, in order, each with the name of the module."""
+    owner = _owners(model)
+    modules = _children_first(model) if modules is None else modules
     for name, module in modules:  # what the constructors of an eager model do
         around = owner.get(module)
         if (around is None or ".lora_" in name or not _of_transformers(around)) and (
@@ -260,7 +277,7 @@ def _placeholders(
                 full_name = clean_name(f"{name}.{own}".removeprefix("."))
                 initial = InitialValues(full_name, parameter, seed, whole, skip=done)
                 initials.setdefault(id(parameter), initial)
-                values = Placeholder(initial, range(initial.shape.numel()), initial.shape)
+                values = initial.placeholder()
                 module._parameters[own] = nn.Parameter(values, requires_grad=False)
         for own, buffer in buffers.items():
             if buffer is not None:
@@ -301,6 +318,10 @@ class InitialValues:
         self._whole_list = whole
         self._stored = False
         self._operations: list[tuple[range, Operation]] = []
+
+    def placeholder(self) -> Placeholder:
+        """What takes the place of the parameter."""
+        return Placeholder(self, range(self.shape.numel()), self.shape)
 
     def is_unset(self) -> bool:
         """Whether nothing has given the parameter values."""

@@ -22,14 +22,15 @@ from torch import nn
 from launcher.console import task
 from launcher.errors import RecipeError
 from launcher.libraries.private import may_be_missing, may_be_unexpected
+from launcher.models.applied import applied
 from launcher.models.build import (
     checkpoint_folder,
-    constructed_buffers,
     freeze,
     is_classifier,
     is_pretrained,
     text_config,
 )
+from launcher.models.constructors import constructed_buffers
 from launcher.models.dequantized import dequantized, without_quantization
 from launcher.models.initialization import initialize, materialize, named_tensors, random_weights
 from launcher.models.new_rows import PARAMETER, vocabulary_names
@@ -171,7 +172,8 @@ def starting_weights(
         constructed = None
         if section.builder is not None:
             constructed = partial(constructed_buffers, section, seed=seed)
-        load = partial(random_weights, seed=seed, constructed=constructed)
+        draws = applied(model).draws
+        load = partial(random_weights, seed=seed, constructed=constructed, draws=draws)
         dtype = torch.float32
     else:
         checkpoint = open_checkpoint(folder, model, new_ids=new_ids)

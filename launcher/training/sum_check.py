@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from launcher.data.batching import NO_SAMPLE, rows_of
 from launcher.data.loader import make_loader, to_device
@@ -34,6 +32,11 @@ if TYPE_CHECKING:
 Verdict = Literal["sum", "mean", "random", "dependent"]
 _HALF = 2
 """Most samples of a half. Batch norm needs two."""
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_DROPOUTS = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 _FLOAT32, _MIXED = 1e-3, 2e-2
 """Relative differences that rounding makes."""
 
@@ -154,7 +157,7 @@ def check_sum(training: Training) -> SumCheck | None:
         norms = (
             f"{clean_name(name)}, {type(module).__name__}"
             for name, module in wrapped.module.named_modules()
-            if isinstance(module, _BatchNorm) and module.training
+            if isinstance(module, _BATCH_NORMS) and module.training
         )
         batch_norm = next(norms, None)
         for collated in map(raise_error, loader):
@@ -186,7 +189,7 @@ def dropout_off(model: nn.Module) -> Iterator[None]:
     changed = list[tuple[nn.Module, str, float]]()
     for module in model.modules():
         for name, value in list(vars(module).items()):  # such as attention_dropout, resid_pdrop
-            own = name == "p" and isinstance(module, _DropoutNd)
+            own = name == "p" and isinstance(module, _DROPOUTS)
             if isinstance(value, float) and (own or "drop" in name):
                 changed.append((module, name, value))
                 setattr(module, name, 0.0)

@@ -364,6 +364,48 @@ class Buffers(nn.Module):
     def reset_parameters(self):
         self.own = torch.arange(3.0)
 
+class Drawn(nn.Module):
+    # Draws weights again, as torchvision, timm and nanoGPT do
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 40), nn.Linear(40, 50)
+        self.head.weight = self.embedding.weight
+        self.conv, self.norm = nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64)
+        self.small, self.orthogonal = nn.Linear(40, 40), nn.Linear(40, 40)
+        self.truncated, self.scaled = nn.Linear(40, 40), nn.Linear(40, 40)
+        self.usual = nn.Linear(40, 40)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.zeros_(self.norm.weight)
+        nn.init.normal_(self.small.weight, mean=0.0, std=0.002)
+        nn.init.constant_(self.small.bias, 0.5)
+        nn.init.orthogonal_(self.orthogonal.weight)
+        nn.init.trunc_normal_(self.truncated.weight, std=0.02)
+        with torch.no_grad():
+            self.scaled.weight.mul_(0.1)
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4)
+        self.lstm.bias_hh_l0.data[4:8].fill_(1)
+
+class Twins(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.load_state_dict(self.first.state_dict())
+
+class SameTwins(Twins):
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        self.second.load_state_dict(self.first.state_dict())
+
 class Encoder(nn.Module):
     def __init__(self):
         super().__init__()
@@ -438,6 +480,8 @@ def test_custom_builder():
             {},
             r"inner.mask: a tensor in an attribute .*register_buffer\('mask', \.\.\.",
         ),
+        ("own:Gate", {}, "__init__ writes to lstm.bias_hh_l0 in place, a part of it or from other"),
+        ("own:Twins", {}, "__init__ writes to second.weight, second.bias in place, .*reset_parame"),
         ("own:Large", {}, r"own:Large computes buffers in __init__.*which failed: RuntimeError"),
     ],
 )
@@ -520,6 +564,31 @@ def test_initializers_with_an_underscore_draw_as_an_eager_model():
         else:
             rough = 0.5 if expected.numel() < 500 else 0.1
             assert parameter.std().item() == pytest.approx(expected.std().item(), rel=rough), name
+
+
+@pytest.mark.usefixtures("user_module")
+def test_what_constructors_draw_in_place_is_drawn_again():
+    """It was lost without a word: torchvision's models had other weights than their own."""
+    model, again = initialized("own:Drawn"), initialized("own:Drawn")
+    eager = dict(import_module("own").Drawn().named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+        expected = eager[name]
+        if expected.unique().numel() == 1:
+            assert torch.equal(parameter, expected), name
+        elif expected.ndim > 1:
+            assert parameter.std().item() == pytest.approx(expected.std().item(), rel=0.1), name
+    weight = model.orthogonal.weight
+    torch.testing.assert_close(weight @ weight.T, torch.eye(40), atol=1e-5, rtol=0)
+    assert model.head.weight is model.embedding.weight
+    assert nn.init.orthogonal_.__module__ == "torch.nn.init"
+
+
+@pytest.mark.usefixtures("user_module")
+def test_copies_in_reset_parameters_of_the_parent_are_kept():
+    model = initialized("own:SameTwins")
+    assert torch.equal(model.first.weight, model.second.weight)
+    assert model.first.weight.std() > 0
 
 
 @pytest.mark.usefixtures("user_module")
