@@ -66,7 +66,8 @@ def build_model(
     A model.builder is called with model.arguments under `torch.device("meta")` and returns any
     torch.nn.Module; for data without data.builder, `forward(input_ids)` (rows, tokens) of a causal
     model returns logits (rows, tokens, vocabulary). Its attribute `_no_split_modules` names the classes of its blocks;
-    `_init_weights(module)`, or each module's `reset_parameters()`, initializes its weights.
+    each module's `reset_parameters()`, then `_init_weights(module)`, and then what its constructors
+    drew in place (`constructors.py`) initialize its weights.
 
     `labels` are the names of a classifier's classes, by default model.num_labels of them. Raises
     RecipeError if the model cannot be built or trained, or has fewer positions than a sequence.
