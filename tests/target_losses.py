@@ -27,6 +27,25 @@ def mean(log_probabilities):
     return -log_probabilities.mean()
 
 
+def divided(log_probabilities):
+    return -log_probabilities / len(log_probabilities)
+
+
+def divided_logits(logits, targets):
+    return -logits.log_softmax(-1).gather(1, targets[:, None])[:, 0] / len(targets)
+
+
+divided_logits.needs = "logits"  # type: ignore[attr-defined]
+
+
+def centered(log_probabilities):
+    return log_probabilities.mean() - log_probabilities
+
+
+def noisy(log_probabilities):
+    return -log_probabilities * torch.rand(len(log_probabilities))
+
+
 def without_gradient(log_probabilities):
     return -log_probabilities.detach()
 

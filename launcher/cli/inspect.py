@@ -19,7 +19,9 @@ def inspect(
         str, option("train, validation, or a name in data.train or data.validation.", "NAME")
     ] = "train",
     samples: Annotated[int, option("Samples to print.", "N")] = 3,
-    tokens: Annotated[int, option("Tokens to print of each sample.", "N")] = 600,
+    tokens: Annotated[
+        int | None, option("Tokens to print of each sample. Default: 600.", "N")
+    ] = None,
     out: Annotated[
         Path | None,
         option("Also write the page as HTML, with the images of rows.", "FILE", "--out", "--html"),
@@ -29,6 +31,8 @@ def inspect(
 ) -> int:
     """Print samples as the model will see them, packing, totals and a histogram of lengths.
 
+    Of data.builder: the tensors of its samples and of a micro-batch. This runs the builder's code.
+
     \b
     Example:
       launcher inspect recipe=quickstart samples=2
@@ -36,25 +40,33 @@ def inspect(
     configure_logging(stream="stderr")
     loaded = load_recipe(overrides, ranks=None if gpus is None else nodes * gpus, hub=True)
     recipe = loaded.recipe
-    if recipe.data.builder is not None:
-        what = "inspect shows the samples of data.train and data.validation, not its own"
-        raise RecipeError(f"data.builder: {what}")
-    _sets_of(recipe.data, set)  # a set without that name is reported at once
+    builder = recipe.data.builder
+    if builder is not None and tokens is not None:
+        raise RecipeError(
+            "command line: tokens: the samples of data.builder are tensors; leave out"
+        )
+    if builder is None:
+        _sets_of(recipe.data, set)  # a set without that name is reported at once
     if out is not None:
         make_parent_of_file(out, "out")
 
     # After all other errors of the recipe, because they import torch
+    from launcher.cli.inspect_own import print_own_page
     from launcher.cli.inspect_page import print_page
     from launcher.models.config_keys import check_config_keys
     from launcher.run import sizes
 
     check_config_keys(loaded)
+    if builder is not None:
+        print_own_page(recipe, set, samples=samples, html=out)
+        return EXIT_DONE
     rows = sizes.rows_here(recipe)
     recipe, choices = sizes.choose_sizes(
         recipe, rows, ranks=nodes * (gpus or 1), may_unpack=sizes.may_unpack(loaded)
     )
     sets = _sets_of(recipe.data, set)
-    print_page(recipe, set, sets, samples=samples, tokens=tokens, html=out)
+    most = 600 if tokens is None else tokens
+    print_page(recipe, set, sets, samples=samples, tokens=most, html=out)
     if choices:
         print(sizes.choices_text(rows, choices))
     if isinstance(rows, sizes.Rows):

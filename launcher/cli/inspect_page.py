@@ -100,7 +100,7 @@ def print_page(
     mixed = name == "train" and isinstance(data.train, dict)
     if name == "train" and isinstance(data.train, dict):
         weights = mixture_weights(data.train.values())
-    page = _Page(as_html=html is not None)
+    page = Page(as_html=html is not None)
     streamed = f"the first {_STREAMED:,} rows" if data.streaming else "in the order of the run"
     page.title(f"{recipe.run.name} · {name}", "validation" if validates else streamed)
     name_of_tokenizer = tokenizer_name(data, recipe.model)
@@ -287,7 +287,7 @@ def _marked(all_spans: Iterator[Span]) -> Text:
     return text
 
 
-class _Page:
+class Page:
     """Prints with colors on a terminal, at most 120 characters wide."""
 
     def __init__(self, *, as_html: bool) -> None:
@@ -325,11 +325,25 @@ class _Page:
             problem = f"command line: {file}: cannot be written: {error.strerror}"
             raise RecipeError(problem) from None
 
-    def title(self, title: str, what: str) -> None:
-        """Prints what is inspected."""
+    def title(self, title: str, what: str, *, marks: bool = True) -> None:
+        """Prints what is inspected. marks: tokens with loss are marked."""
         self._print()
         self._print(Text.assemble((title, "bold"), (f"   {what}", "dim")))
-        self._print(Text.assemble(("⟦tokens with loss⟧", "green"), ", and tokens without"))
+        if marks:
+            self._print(Text.assemble(("⟦tokens with loss⟧", "green"), ", and tokens without"))
+
+    def part(self, heading: Sequence[str]) -> None:
+        """Prints a heading."""
+        name, *facts = heading
+        self._print()
+        self._rule((name, "bold"), f" · {' · '.join(facts)}" if facts else "")
+
+    def line(self, line: str, picture: PIL.Image.Image | None = None, color: str = "") -> None:
+        """Prints a line; the HTML page has the picture above it."""
+        self._console.print(line, style=color, soft_wrap=True)
+        if self._html is not None:
+            link = None if picture is None else _data_uri(picture)
+            self._html.print(line, style=Style(color=color or None, link=link), soft_wrap=True)
 
     def sample(
         self,
@@ -346,13 +360,12 @@ class _Page:
         if "error" in row:  # an image has changed since its row was tokenized
             raise RecipeError(f"data: {row['error']}")
         pieces, ids = list(dataset.pieces(index)), row["input_ids"]
-        name, *facts = [*heading, *_describe(row, labels)]
+        facts = _describe(row, labels)
         if len(pieces) > 1 or "answers" in row:
             facts.append(f"{len(pieces)} {dataset.unit}")
         if dataset.packed and len(ids) < dataset.length:
             facts.append(f"{dataset.length - len(ids):,} padding")
-        self._print()
-        self._rule((name, "bold"), f" · {' · '.join(facts)}")
+        self.part([*heading, *facts])
         shown = 0
         for document, start, end in pieces:
             if shown >= most:
@@ -376,10 +389,7 @@ class _Page:
             shown += end - start
             beside = dataset.inputs.beside_text(store, start, end).values()
             for line, picture in (one.shown() for found in beside for one in found):
-                self._console.print(line, style="cyan", soft_wrap=True)
-                if self._html is not None:
-                    style = Style(color="cyan", link=_data_uri(picture))
-                    self._html.print(line, style=style, soft_wrap=True)
+                self.line(line, picture, "cyan")
             if after and shown <= most:
                 cut = dataset.sequences.cut_documents
                 where = "are cut off" if cut else "of it come after these"

@@ -53,7 +53,8 @@ class CustomData:
     drawn here depend on batch.micro_batch_size, too."""
     loss: Callable[[nn.Module, Mapping[str, Any]], torch.Tensor]
     """loss(model, micro-batch): the SUM over the micro-batch's targets, a scalar, not the mean. It
-    is divided by the targets of the whole global batch, over all ranks and micro-batches."""
+    is divided by the targets of the whole global batch, over all ranks and micro-batches. The start
+    of a run refuses a mean."""
     targets: Callable[[Mapping[str, Any]], int] | None = None
     """Number of targets of a micro-batch, a whole number; None: its number of samples."""
     validation: Samples | dict[str, Samples] | None = None

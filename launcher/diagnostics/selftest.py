@@ -41,6 +41,7 @@ from launcher.recipe.schema import (
 )
 from launcher.reliability.json_files import Json
 from launcher.training.setup import assemble
+from launcher.training.sum_check import SumCheck, check_sum, dropout_off
 
 SEQUENCES_PER_RANK = 4
 """Sequences per rank in a global batch."""
@@ -70,6 +71,8 @@ class Values:
     """Norms of the gradients."""
     differing: list[str]
     """The result of `differing_copies`."""
+    check: SumCheck | None = None
+    """Of the reference, whether the user's own loss is a sum."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +106,6 @@ def _shrunk(config: dict[str, Any]) -> dict[str, Any]:
         elif key == "layer_types" and value is not None:
             small[key] = value[: SMALL["num_hidden_layers"]]
     return small
-
-
-def switch_off_dropout(model: nn.Module) -> None:
-    """Sets all dropout probabilities to zero: each rank draws its own, so losses would differ."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in list(vars(module).items()):  # such as attention_dropout
-            if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
-                setattr(module, name, 0.0)
 
 
 def make_variants(recipe: Recipe, *, ranks: int) -> list[Variant]:
@@ -186,17 +179,25 @@ def _strategies(
     return strategies
 
 
-def train_variant(variant: Variant, ranks: RankLayout) -> Values:
-    """Trains the steps of a variant; every one of its ranks must call this."""
+def train_variant(variant: Variant, ranks: RankLayout, *, checks: bool = False) -> Values:
+    """Trains the steps of a variant; every one of its ranks must call this. checks: also find out
+    whether the user's own loss is a sum."""
     training = assemble(variant.recipe, ranks=ranks, build_data=ranks.rank == 0)
-    switch_off_dropout(training.wrapped.module)
-    losses, norms = [], []
-    for step in training.all_steps:
-        loss = step.loss.detach().clone()
-        dist.all_reduce(loss, group=ranks.group)
-        losses.append(float(loss))
-        norms.append(float(step.grad_norm))
-    return Values(losses, norms, differing_copies(training.wrapped.module, ranks.group))
+    module, losses, norms = training.wrapped.module, [], []
+    check = check_sum(training) if checks else None
+    try:
+        with dropout_off(module):
+            for step in training.all_steps:
+                loss = step.loss.detach().clone()
+                dist.all_reduce(loss, group=ranks.group)
+                losses.append(float(loss))
+                norms.append(float(step.grad_norm))
+    except ValueError as error:
+        # Batch norm refuses micro-batches of one sample, on all ranks alike: the table goes on
+        if "more than 1 value per channel" not in str(error):
+            raise
+        return Values([math.nan] * training.data.steps, [math.nan] * training.data.steps, [], check)
+    return Values(losses, norms, differing_copies(module, ranks.group), check)
 
 
 def differing_copies(model: nn.Module, group: dist.ProcessGroup) -> list[str]:
@@ -300,7 +301,7 @@ def train_all(variants: list[Variant], everyone: RankLayout) -> list[Values]:
             print(live if sys.stdout.isatty() else ".", end="", flush=True)
         if variant.ranks == everyone.size or everyone.rank == 0:
             ranks = everyone if variant.ranks == everyone.size else alone
-            results.append(train_variant(variant, ranks))
+            results.append(train_variant(variant, ranks, checks=variant is variants[0]))
         dist.barrier()
     return results
 
@@ -332,6 +333,9 @@ def run(setting: Json) -> int:
         print("\r\x1b[2K" if sys.stdout.isatty() else "")
         print(*lines, "", f"{sequences} on {ranks.size} x {where}, dropout off.", sep="\n")
         print(same if good else "Some configurations differ: see the marks in the last column.")
+        cause = None if good or results[0].check is None else results[0].check.describe()
+        if cause is not None:
+            print(f"Likely cause: {cause}.")
         return EXIT_DONE if good else EXIT_NO
 
 

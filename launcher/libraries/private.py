@@ -122,6 +122,11 @@ REDISTRIBUTE_LOGGER = "torch.distributed.tensor._redistribute"
 """Loggers that the launcher quiets. Under other names the log has needless lines."""
 
 
+NOTHING_ON_META = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_")
+"""Functions of `torch.nn.init` that do nothing to tensors of the meta device (torch 2.13), by the names
+that their callers find them by. Without the first one a constructor's `trunc_normal_` is lost."""
+
+
 class PlainDispatch:
     """Comes before `TorchDispatchMode` among the bases of a mode whose calls torch shall not wrap
     (torch 2.13). The wrapper keeps torch.compile out of the mode, which takes as long as the mode.

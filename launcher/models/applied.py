@@ -17,6 +17,9 @@ class Applied:
 
     conversions: list[Any] = field(default_factory=list)
     """transformers' conversions from the tensors of its checkpoint to its own (`tensor_names.py`)."""
+    draws: dict[str, list[Any]] = field(default_factory=dict)
+    """By the names of parameters of a user's model: what its constructors drew in place
+    (`constructors.py`)."""
     new_tokens: range = range(0)
     """The ids that the embeddings have got rows for."""
     float8: bool = False

@@ -18,9 +18,11 @@ from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.libraries.private import block_classes
+from launcher.models.applied import applied
 from launcher.models.config_overrides import changed_config
+from launcher.models.constructors import Draws, refuse_plain_tensors
 from launcher.models.dequantized import settings_of
-from launcher.models.initialization import clean_name
+from launcher.models.initialization import check_initializers, clean_name
 from launcher.models.nf4 import shape_of
 from launcher.models.tensor_names import record_conversions
 from launcher.recipe.functions import call_function
@@ -64,7 +66,8 @@ def build_model(
     A model.builder is called with model.arguments under `torch.device("meta")` and returns any
     torch.nn.Module; for data without data.builder, `forward(input_ids)` (rows, tokens) of a causal
     model returns logits (rows, tokens, vocabulary). Its attribute `_no_split_modules` names the classes of its blocks;
-    `_init_weights(module)`, or each module's `reset_parameters()`, initializes its weights.
+    each module's `reset_parameters()`, then `_init_weights(module)`, and then what its constructors
+    drew in place (`constructors.py`) initialize its weights.
 
     `labels` are the names of a classifier's classes, by default model.num_labels of them. Raises
     RecipeError if the model cannot be built or trained, or has fewer positions than a sequence.
@@ -316,7 +319,7 @@ def _refusals(folder: Path | None, key: str, attention: str) -> Iterator[None]:
 
 
 def _from_builder(name: str, arguments: Mapping[str, object]) -> nn.Module:
-    with torch.device("meta"):
+    with torch.device("meta"), Draws() as draws:
         built = call_function(name, arguments, key="model.builder")
     if not isinstance(built, nn.Module):
         returned = type(built).__name__
@@ -329,6 +332,10 @@ def _from_builder(name: str, arguments: Mapping[str, object]) -> nn.Module:
                 f"model.builder: {name} makes {key} on a device; do not set one: models are built "
                 "on the meta device, and get their weights after sharding"
             )
+    check_initializers(built)
+    refuse_plain_tensors(built)
+    # Before the dtype changes, by which parameters get other storages
+    applied(built).draws = draws.after_initializers(built)
     return built.float()
 
 

@@ -8,8 +8,9 @@ to its own shard, on its device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from launcher.libraries.private import (
     initializes_weights,
     tensor_without_data,
     tree_map_only,
+    version_of,
 )
 from launcher.models import philox
 from launcher.models.grouped_experts import GroupedExperts
@@ -77,32 +79,42 @@ def materialize(model: nn.Module, *, parameters: torch.device, buffers: torch.de
 
 
 def random_weights(
-    model: nn.Module, parameters: torch.device, buffers: torch.device, *, seed: int
+    model: nn.Module,
+    parameters: torch.device,
+    buffers: torch.device,
+    *,
+    seed: int,
+    constructed: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+    draws: Mapping[str, list[Any]] | None = None,
 ) -> None:
-    """Initializes a wrapped meta model: parameters on one device, buffers on the other."""
+    """Initializes a wrapped meta model: parameters on one device, buffers on the other.
+    constructed, draws: see `initialize`."""
     materialize(model, parameters=parameters, buffers=buffers)
-    initialize(model, seed=seed)
+    initialize(model, seed=seed, constructed=constructed, draws=draws)
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> None:
+def initialize(
+    model: nn.Module,
+    *,
+    seed: int,
+    loaded: Container[str] = (),
+    constructed: Callable[[], Mapping[str, torch.Tensor]] | None = None,
+    draws: Mapping[str, list[Any]] | None = None,
+) -> None:
     """Draws random weights and computes buffers of a materialized model with its own code:
     `_init_weights(module)` of the innermost model around a module, else the module's
-    `reset_parameters()`.
+    `reset_parameters()` or `_reset_parameters()`. In a model that is not one of transformers, both
+    are called, in the order of an eager model: its constructors call the second one.
 
-    `loaded` are clean names of tensors of a checkpoint, which are not drawn. Raises RecipeError if
-    a parameter or buffer gets no value.
+    `loaded` are clean names of tensors of a checkpoint, which are not drawn. `constructed` returns
+    the buffers of a model of the user's as its constructors compute them. It is called if no
+    initializer sets one of them. `draws` are operations in place for parameters, by name, after the
+    initializers (`constructors.Draw`). Raises RecipeError with all parameters and buffers that get no
+    value.
     """
-    owner: dict[nn.Module, nn.Module] = {}
-    for module in model.modules():  # parents come before children
-        if initializes_weights(module):
-            owner |= dict.fromkeys(module.modules(), module)
     kept = {id(tensor) for name, tensor in named_tensors(model).items() if name in loaded}
-    order: list[nn.Module] = []
-    model.apply(order.append)  # children before parents, whose code may draw their weights again
-    names = {module: name for name, module in model.named_modules()}
-    modules = [(names[module], module) for module in dict.fromkeys(order)]
-    modules.sort(key=lambda named: ".lora_" in named[0])  # last: no parent draws them again
+    modules = _children_first(model)
     drawn = [
         (name, module)
         for name, module in modules
@@ -111,30 +123,134 @@ def initialize(model: nn.Module, *, seed: int, loaded: Container[str] = ()) -> N
     whole: list[InitialValues] = []
     placeholders = _placeholders(modules, seed, kept, whole)
     with torch.random.fork_rng(devices=[]), placeholders as initials:
-        for name, module in drawn:  # the generator is for random numbers outside of parameters
+        before = {
+            id(buffer): (buffer, version_of(buffer))
+            for _, buffer in model.named_buffers()  # on the CPU: none of this waits for the device
+        }
+        for name, draw in initializers(model, drawn):
+            # The generator is for random numbers outside of parameters
             torch.default_generator.manual_seed(philox.derived_seed(seed, clean_name(name)))
-            _draw(module, name, owner.get(module))
+            draw()
             while whole:
                 whole.pop().store()
         for _, module in drawn:  # after all parents, which may draw all that a module has
             if isinstance(module, GroupedExperts):
                 module.draw_adapters()
+        for initial in initials:
+            for draw in (draws or {}).get(initial.name, ()):
+                key = f"constructor {initial.name}"
+                torch.default_generator.manual_seed(philox.derived_seed(seed, key))
+                draw.repeat(initial.placeholder())
+            while whole:
+                whole.pop().store()
         unset = [f"parameter {initial.name}" for initial in initials if initial.is_unset()]
-        for name, buffer in model.named_buffers():  # on the CPU: this does not wait for the device
-            is_unset = buffer.dtype.is_signed and bool((buffer == _UNSET).any())
-            if is_unset and clean_name(name) not in loaded:
-                unset.append(f"buffer {clean_name(name)}")
+        lost = {
+            clean_name(name): buffer
+            for name, buffer in model.named_buffers()
+            if clean_name(name) not in loaded
+            and _is_unset(buffer, before, constructs=constructed is not None)
+        }
+        if lost and constructed is not None:
+            for name, value in constructed().items():
+                if name in lost and value.shape == lost[name].shape and not value.is_meta:
+                    lost.pop(name).copy_(value)
+        unset += [f"buffer {name}" for name in lost]
         for initial in initials:
             initial.store()
     if unset:
         raise RecipeError(
-            f"model: {type(model).__name__} leaves the {unset[0]} without a value: models are "
-            "built on the meta device, so what the constructor computes is lost; compute it in "
-            "reset_parameters() of its module"
+            f"model: {type(model).__name__} leaves the {', the '.join(unset)} without a value: "
+            "models are built on the meta device, so what the constructor computes for a parameter, "
+            "or from parameters, is lost; compute it in reset_parameters() of its module"
         )
 
 
+def _is_unset(
+    buffer: torch.Tensor, before: Mapping[int, tuple[torch.Tensor, int]], *, constructs: bool
+) -> bool:
+    """Whether no initializer has set a buffer. One without a sign, such as a mask, has no value that
+    says so: it is unset if nothing was written to it. transformers computes its own, so that this
+    is asked only of a model whose constructed buffers are known."""
+    if buffer.dtype.is_signed:
+        return bool((buffer == _UNSET).any())
+    _, version = before.get(id(buffer), (None, None))
+    return constructs and version_of(buffer) == version and bool((buffer == 1).all())
+
+
+def _owners(model: nn.Module) -> dict[nn.Module, Any]:
+    """By module: the innermost model around it that has an `_init_weights(module)`."""
+    owner: dict[nn.Module, Any] = {}
+    for module in model.modules():  # parents come before children
+        if initializes_weights(module):
+            owner |= dict.fromkeys(module.modules(), module)
+    return owner
+
+
+def _of_transformers(owner: nn.Module) -> bool:
+    """Whether `_init_weights` of a model sets all weights of all modules of torch."""
+    return any(each.__name__ == "PreTrainedModel" for each in type(owner).__mro__)
+
+
+def _reset_of(module: nn.Module) -> Callable[[], object] | None:
+    """The function that initializes the module's own parameters. Some modules of torch, such as
+    `nn.MultiheadAttention` and `nn.Transformer`, have one with an underscore."""
+    for name in ("reset_parameters", "_reset_parameters"):
+        if callable(reset := getattr(module, name, None)):
+            return reset  # type: ignore[no-any-return]
+    return None
+
+
+def check_initializers(model: nn.Module) -> None:
+    """Raises RecipeError with all modules that have parameters of their own and no code that
+    initializes them. A model of `model.builder` is asked at once, so that the plan says it, too."""
+    owner, missing = _owners(model), dict[str, list[str]]()
+    for name, module in model.named_modules():
+        own = [key for key, parameter in module._parameters.items() if parameter is not None]
+        if own and module not in owner and _reset_of(module) is None:
+            kind = f"{type(module).__name__} ({', '.join(own)})"
+            missing.setdefault(kind, []).append(name or "the model")
+    if not missing:
+        return
+    kinds = [
+        f"{kind} at {', '.join(names[:3])}{f' and {len(names) - 3} more' * (len(names) > 3)}"
+        for kind, names in missing.items()
+    ]
+    raise RecipeError(
+        "model.builder: these modules have parameters and no reset_parameters() to initialize "
+        f"them: {'; '.join(kinds)}. Models are built on the meta device, where the values of "
+        "__init__ are lost: add reset_parameters() to each of these classes, or "
+        "_init_weights(module) to the model"
+    )
+
+
+def _children_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """All modules with their names. Parents may draw the weights of their children again."""
+    order: list[nn.Module] = []
+    model.apply(order.append)
+    names = {module: name for name, module in model.named_modules()}
+    modules = [(names[module], module) for module in dict.fromkeys(order)]
+    modules.sort(key=lambda named: ".lora_" in named[0])  # last: no parent draws them again
+    return modules
+
+
+def initializers(
+    model: nn.Module, modules: list[tuple[str, nn.Module]] | None = None
+) -> Iterator[tuple[str, Callable[[], object]]]:
+    """What initializes these modules of a model, or all, in order, each with the name of the module."""
+    owner = _owners(model)
+    modules = _children_first(model) if modules is None else modules
+    for name, module in modules:  # what the constructors of an eager model do
+        around = owner.get(module)
+        if (around is None or ".lora_" in name or not _of_transformers(around)) and (
+            reset := _reset_of(module)
+        ):
+            yield name, reset
+    for name, module in modules:
+        yield name, partial(_draw, module, name, owner.get(module))
+
+
 def _draw(module: nn.Module, name: str, owner: PreTrainedModel | None) -> None:
+    """What follows the constructors."""
     if "new_rows" in module._parameters:  # of a model without pretrained weights
         nn.init.normal_(module.get_parameter("new_rows"), std=0.02)
     if ".lora_B." in name:  # Hu et al., 2021: the product of A and B starts at zero
@@ -143,14 +259,6 @@ def _draw(module: nn.Module, name: str, owner: PreTrainedModel | None) -> None:
         nn.init.ones_(module.get_parameter("weight"))
     elif owner is not None and ".lora_" not in name:
         initialize_weights(owner, module)
-    elif callable(reset := getattr(module, "reset_parameters", None)):
-        reset()
-    elif any(parameter is not None for parameter in module._parameters.values()):
-        raise RecipeError(
-            f"model.builder: {clean_name(name) or 'the model'} ({type(module).__name__}) has "
-            "parameters and no reset_parameters() to initialize them: models are built on the meta "
-            "device; add one, or an _init_weights(module) to the model"
-        )
 
 
 @contextmanager
@@ -169,7 +277,7 @@ def _placeholders(
                 full_name = clean_name(f"{name}.{own}".removeprefix("."))
                 initial = InitialValues(full_name, parameter, seed, whole, skip=done)
                 initials.setdefault(id(parameter), initial)
-                values = Placeholder(initial, range(initial.shape.numel()), initial.shape)
+                values = initial.placeholder()
                 module._parameters[own] = nn.Parameter(values, requires_grad=False)
         for own, buffer in buffers.items():
             if buffer is not None:
@@ -177,10 +285,12 @@ def _placeholders(
     yield [initial for initial in initials.values() if initial.mine is not None]
     for module, parameters, buffers in saved:
         module._parameters.update(parameters)
-        module._buffers.update(buffers)
-        for buffer in buffers.values():
+        for own, buffer in buffers.items():
+            # An initializer may have put another tensor in its place: self.mask = torch.ones(...)
+            written = module._buffers.get(own)
+            module._buffers[own] = buffer
             if buffer is not None:
-                buffer.copy_(on_cpu[id(buffer)])
+                buffer.copy_(on_cpu[id(buffer)] if written is None else written)
 
 
 Operation = Callable[[torch.Tensor, int], object]
@@ -208,6 +318,10 @@ class InitialValues:
         self._whole_list = whole
         self._stored = False
         self._operations: list[tuple[range, Operation]] = []
+
+    def placeholder(self) -> Placeholder:
+        """What takes the place of the parameter."""
+        return Placeholder(self, range(self.shape.numel()), self.shape)
 
     def is_unset(self) -> bool:
         """Whether nothing has given the parameter values."""

@@ -22,6 +22,7 @@ from torch import nn
 from launcher.console import task
 from launcher.errors import RecipeError
 from launcher.libraries.private import may_be_missing, may_be_unexpected
+from launcher.models.applied import applied
 from launcher.models.build import (
     checkpoint_folder,
     freeze,
@@ -29,6 +30,7 @@ from launcher.models.build import (
     is_pretrained,
     text_config,
 )
+from launcher.models.constructors import constructed_buffers
 from launcher.models.dequantized import dequantized, without_quantization
 from launcher.models.initialization import initialize, materialize, named_tensors, random_weights
 from launcher.models.new_rows import PARAMETER, vocabulary_names
@@ -167,7 +169,12 @@ def starting_weights(
     if folder is None or not is_pretrained(section):
         if folder is not None:
             without_quantization(model.config)
-        load, dtype = partial(random_weights, seed=seed), torch.float32
+        constructed = None
+        if section.builder is not None:
+            constructed = partial(constructed_buffers, section, seed=seed)
+        draws = applied(model).draws
+        load = partial(random_weights, seed=seed, constructed=constructed, draws=draws)
+        dtype = torch.float32
     else:
         checkpoint = open_checkpoint(folder, model, new_ids=new_ids)
         load = partial(pretrained_weights, checkpoint=checkpoint, seed=seed)

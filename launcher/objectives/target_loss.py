@@ -15,6 +15,7 @@ targets (targets,), of a part of the targets at a time; the backward pass comput
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +31,8 @@ from launcher.models.linear_chunks import logits_of
 from launcher.recipe.functions import import_function
 from launcher.recipe.load import resolve_arguments
 from launcher.recipe.schema import Objective
+
+logger = logging.getLogger(__name__)
 
 _TARGETS, _VOCABULARY = 5, 8
 """Sizes of the example on which a function is tried."""
@@ -122,7 +125,8 @@ def load_target_loss(settings: Objective) -> TargetLoss:
 
 
 def _try(loss: TargetLoss) -> None:
-    """Raises RecipeError if the function fails, or if its result has no finite gradient."""
+    """Raises RecipeError if the function fails, if its result has no finite gradient, or if the loss
+    of a target depends on the other targets."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(_TARGETS, _VOCABULARY, generator=generator).requires_grad_()
     targets = torch.arange(_TARGETS)
@@ -144,3 +148,35 @@ def _try(loss: TargetLoss) -> None:
     (gradient,) = torch.autograd.grad(losses.sum(), logits)
     if not (losses.isfinite().all() and gradient.isfinite().all()):
         raise RecipeError(f"{where}: its losses or gradients of {_TARGETS} targets are not finite")
+    _compare_parts(loss, logits.detach(), targets)
+
+
+def _compare_parts(loss: TargetLoss, logits: torch.Tensor, targets: torch.Tensor) -> None:
+    """Computes the losses of the targets by parts, as micro-batches do. Raises RecipeError if each is
+    divided by the number of targets, and logs a note if they differ otherwise. Losses that are random
+    are not compared."""
+
+    def losses_of(start: int, end: int | None = None) -> torch.Tensor:
+        if loss.needs == "logits":
+            return loss.of_logits(logits[start:end], targets[start:end])
+        log_probabilities = logits.log_softmax(1).gather(1, targets[:, None])[:, 0]
+        return loss.of_log_probabilities(log_probabilities[start:end])
+
+    half = _TARGETS // 2
+    with torch.random.fork_rng(devices=[]):
+        whole, again = losses_of(0), losses_of(0)
+        parts = losses_of(0, half), losses_of(half)
+    joined = torch.cat(parts)
+    if not torch.equal(whole, again) or torch.allclose(joined, whole, rtol=1e-4, atol=1e-6):
+        return
+    where = f"objective.loss: {loss.name}"
+    if torch.allclose(torch.cat([part * len(part) for part in parts]), whole * _TARGETS, rtol=1e-4):
+        raise RecipeError(
+            f"{where}: it divides each loss by the number of targets it gets, and must not: the "
+            "launcher adds the losses up, and divides the sum by the targets of the whole global "
+            "batch"
+        )
+    logger.info(
+        f"note: {where}: the loss of a target depends on the other targets that the function gets, "
+        "which are those of a micro-batch or a part of it: results depend on the batch's division"
+    )

@@ -57,7 +57,8 @@ from launcher.strategies.base import compute_dtype, offloads_parameters
 from launcher.training.evaluation import EarlyStopping
 from launcher.training.loop import Step
 from launcher.training.model import PreparedModel, prepare_model
-from launcher.training.setup import Hooks, assemble
+from launcher.training.setup import Hooks, Training, assemble
+from launcher.training.sum_check import check_sum
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +131,19 @@ def train(
     return EXIT_DONE if finished or environment.torchrun else EXIT_STOPPED
 
 
+def check_loss(training: Training) -> list[str]:
+    """A note about the user's own loss or model, if its results depend on the micro-batch. Raises
+    RecipeError if the loss is a mean."""
+    check = check_sum(training)
+    what = None if check is None else check.describe()
+    if check is None or what is None or check.verdict == "random":
+        return []
+    key = "data.builder" if check.own_loss else "model.builder"
+    if check.verdict == "mean":
+        raise RecipeError(f"{key}: {what}")
+    return [f"note: {key}: {what}"]
+
+
 class TrainingRun:
     """A run on this rank: `auto` resolved, everything built, the checkpoint loaded."""
 
@@ -164,6 +178,8 @@ class TrainingRun:
             heartbeat=self._progress.heartbeat,
             check_data=self._check_data,
         )
+        self._progress.heartbeat("loss")
+        loss_note = check_loss(training)
         self._progress.heartbeat("checkpoint")
         recorder.measures_waits = training.wrapped.measures_waits
         recorder.objective = training.data.training.objective
@@ -190,7 +206,8 @@ class TrainingRun:
         self._reporter = Reporter(self._training, directory, recorder, first_step=first_step)
         rank.failures.on_end.callback(self._reporter.abort)
         self._reporter.list_skipped(training.data.training.skipped, skipped_rows)
-        logger.info("\n".join(summarize(self._training, loaded.origins.derived)))
+        lines = [*summarize(self._training, loaded.origins.derived), *loss_note]
+        logger.info("\n".join(lines))
         if (text := self._time_text()) is not None:
             logger.info(text)
         if environment.main:

@@ -51,7 +51,11 @@ def write_own_model(folder):
 def test_own_model_tutorial(tmp_path):
     """With fewer steps than in the tutorial."""
     script = write_own_model(tmp_path)
-    train = tutorial_commands("own_model")[0]
+    inspect, train, *_ = tutorial_commands("own_model")
+    document = (TUTORIALS / "own_model.md").read_text()
+    for line in run_command(tmp_path, *inspect).splitlines():
+        if line.startswith(("[", "micro-batch")):  # without the rule after it
+            assert line.rstrip(" ━") in document
     overrides = ["run.max_steps=3", "checkpoint.every_steps=3", "evaluation.every_steps=3"]
     assert "finished after 3 of 3 steps" in run_command(tmp_path, *train, *overrides)
     script = script.replace("step_00000200", "step_00000003")
@@ -77,7 +81,7 @@ def test_tutorial_commands_run(tmp_path):
             overrides = ["run.epochs=null", f"run.max_steps={4 if resumed else 3}"]
         run_command(tmp_path, *command, *overrides)
         ran += 1
-    assert ran == 14
+    assert ran == 15
     assert (tmp_path / "runs/finetune_merged/model.safetensors").is_file()
 
 

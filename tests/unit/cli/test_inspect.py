@@ -8,13 +8,16 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from launcher.checkpoint.files import commit, scratch_folder
+from launcher.cli.inspect_own import describe, picture_of
 from launcher.cli.inspect_page import _open, bins, load_decoder, spans
 from launcher.cli.main import run
 from launcher.cli.prepare import data_sets
 from launcher.cli.rows import positions_of
+from launcher.data.batching import SampleOrder
 from launcher.data.packing import pack
 from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_byte_tokenizer
@@ -23,6 +26,7 @@ from launcher.files import write_file
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe.load import load_recipe
 from tests.datasets import dataset_of
+from tests.distributed import vision
 from tests.image_models import make_image, make_model
 from tests.unit.data.rows import write
 from tests.unit.small_recipe import SMALL
@@ -269,9 +273,102 @@ def test_unknown_keys_of_the_model_are_refused(folder):
             run([command, "recipe=x.yaml", "model.config.vocab_sise=300"])
 
 
-def test_inspect_refuses_data_of_a_builder(folder):
-    with pytest.raises(RecipeError, match=r"^data.builder: "):
-        run(["inspect", "recipe=x.yaml", "data.builder=a:b", "data.train=null"])
+OWN = """
+run: {name: own, max_steps: 2, seed: 4}
+model: {builder: "tests.distributed.vision:model"}
+data: {builder: "tests.distributed.vision:data"}
+batch: {global_batch_size: 8, micro_batch_size: 4}
+"""
+
+
+def test_samples_of_a_builder_are_shown(folder, capsys):
+    """The samples are those of the run, in its order; the page has their pictures."""
+    (folder / "own.yaml").write_text(OWN)
+    lines = inspect(capsys, "recipe=own.yaml", "samples=2", "html=own.html")
+    order = SampleOrder(samples=50, seed=4, shuffle=True)
+    bars = vision.Bars(0, 50)
+    for number in (1, 2):
+        heading, text = sample(lines, number)
+        index = order.sample(number - 1)
+        assert heading.startswith(f"sample {number} · index {index}")
+        image, label = bars[index]
+        first = ", ".join(f"{value:.4g}" for value in image.flatten()[:8].tolist())
+        assert text[0].startswith("[0]  float32 (1, 8, 8), from -")
+        assert text[0].endswith(f": {first}, …")
+        assert text[1] == f"[1]  int: {label}"
+    (at,) = [number for number, line in enumerate(lines) if line.startswith("micro-batch")]
+    assert lines[at].startswith("micro-batch · 4 samples · 4 targets")
+    assert lines[at + 1].startswith("['images']  float32 (4, 1, 8, 8), from ")
+    assert lines[at + 2].startswith("['labels']  int64 (4,), from 0 to 1: ")
+    assert table(lines)["samples"] == "50"
+    sources = re.findall(
+        r'<img src="data:image/png;base64,([^"]*)"', (folder / "own.html").read_text()
+    )
+    assert len(sources) == 2
+    with Image.open(io.BytesIO(base64.b64decode(sources[0]))) as picture:
+        assert picture.size == (96, 96)
+        small = np.asarray(picture.resize((8, 8), Image.Resampling.NEAREST))
+    image = bars[order.sample(0)][0][0].numpy()
+    assert np.abs(small - (image - image.min()) / np.ptp(image) * 255).max() < 1
+
+
+def test_validation_sets_of_a_builder(folder, capsys):
+    (folder / "own.yaml").write_text(OWN)
+    lines = inspect(capsys, "recipe=own.yaml", "set=validation", "samples=1")
+    heading, _ = sample(lines, 1)
+    assert heading.startswith("sample 1 · index 0")
+    assert table(lines)["samples"] == "10"
+    with pytest.raises(RecipeError, match=r"set=valid: no set .*; did you mean validation\?"):
+        run(["inspect", "recipe=own.yaml", "set=valid"])
+    with pytest.raises(RecipeError, match=r"tokens: the samples of data.builder are tensors"):
+        run(["inspect", "recipe=own.yaml", "tokens=9"])
+
+
+def test_values_of_samples_are_described():
+    value = {
+        "ids": np.arange(100000, 100020),
+        "odd": [torch.tensor([1.0, float("nan")]), torch.empty(0, 3), None],
+        "name": "x" * 100,
+        "picture": Image.new("L", (5, 6)),
+        "many": list(range(20)),
+        "none": {},
+    }
+    lines = [line for line, _ in describe(value)]
+    assert lines[0].startswith(
+        "['ids']  array of int64 (20,), from 1e+05 to 1e+05: 100000, 100001,"
+    )
+    assert lines[1:4] == [
+        "['odd'][0]  float32 (2,), from 1 to 1, 1 values not finite: 1, nan",
+        "['odd'][1]  float32 (0, 3)",
+        "['odd'][2]  NoneType: None",
+    ]
+    assert lines[4] == f"['name']  str: '{'x' * 79}…"
+    assert lines[5] == "['picture']  PIL image, 5 x 6 pixels, L"
+    assert lines[6] == "['many'][0]  int: 0"
+    assert lines[-2:] == ["['many']  … 4 more items", "['none']  empty dict"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "mode"),
+    [
+        ((3, 8, 9), torch.float32, "RGB"),
+        ((8, 9, 3), torch.uint8, "RGB"),
+        ((4, 8, 9), torch.float16, "RGBA"),
+        ((1, 8, 9), torch.int64, "L"),
+        ((8, 9), torch.bool, "L"),
+        ((8, 9), torch.float32, None),
+        ((3, 7, 9), torch.float32, None),
+        ((5, 8, 9), torch.float32, None),
+        ((2, 3, 8, 9), torch.uint8, None),
+    ],
+)
+def test_tensors_that_look_like_images_have_pictures(shape, dtype, mode):
+    picture = picture_of(torch.ones(shape, dtype=dtype))
+    assert (picture and picture.mode) == mode
+    if picture is not None:
+        assert picture.size == (99, 88)
+        whole = {torch.uint8: 1, torch.int64: 1}.get(dtype, 255)
+        assert np.asarray(picture).max() == np.asarray(picture).min() == whole
 
 
 def rows_of(capsys, step):

@@ -1,12 +1,17 @@
 """Building models, errors in their settings, and weight initialization."""
 
+import random
 import subprocess
 import sys
+from importlib import import_module
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from launcher.cli.main import main
 from launcher.errors import RecipeError
 from launcher.models import philox
 from launcher.models.build import (
@@ -17,6 +22,7 @@ from launcher.models.build import (
     vocabulary_size,
 )
 from launcher.models.initialization import initialize, materialize, random_weights
+from launcher.models.load import starting_weights
 from launcher.recipe.schema import Model
 from tests import REPOSITORY
 from tests.unit.models.odd_model import Odd
@@ -318,10 +324,106 @@ class Half(Bare):
     def reset_parameters(self):
         nn.init.ones_(self.scale)
 
-class Table(nn.Module):
+class Several(Bare):
     def __init__(self):
         super().__init__()
-        self.register_buffer("table", torch.arange(3.0))
+        self.first, self.others = Bare(), nn.Sequential(Bare(), Bare(), Bare())
+
+class Copies(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("first", self.linear.weight.detach().clone())
+        self.register_buffer("second", self.linear.bias.detach() * 2)
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mask = torch.ones(3)
+
+class Large(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("sum", torch.ones(2**50).sum())
+
+class Buffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("noise", torch.randn(3))
+        self.register_buffer("mask", torch.ones(4, 4, dtype=torch.bool).tril(), persistent=False)
+        self.register_buffer("angles", torch.outer(torch.arange(4.0), torch.arange(3.0)))
+        self.register_buffer("own", torch.empty(3))
+        self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        self.own = torch.arange(3.0)
+
+class Drawn(nn.Module):
+    # Draws weights again, as torchvision, timm and nanoGPT do
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 40), nn.Linear(40, 50)
+        self.head.weight = self.embedding.weight
+        self.conv, self.norm = nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64)
+        self.small, self.orthogonal = nn.Linear(40, 40), nn.Linear(40, 40)
+        self.truncated, self.scaled = nn.Linear(40, 40), nn.Linear(40, 40)
+        self.usual = nn.Linear(40, 40)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.zeros_(self.norm.weight)
+        nn.init.normal_(self.small.weight, mean=0.0, std=0.002)
+        nn.init.constant_(self.small.bias, 0.5)
+        nn.init.orthogonal_(self.orthogonal.weight)
+        nn.init.trunc_normal_(self.truncated.weight, std=0.02)
+        with torch.no_grad():
+            self.scaled.weight.mul_(0.1)
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(4, 4)
+        self.lstm.bias_hh_l0.data[4:8].fill_(1)
+
+class Twins(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.load_state_dict(self.first.state_dict())
+
+class SameTwins(Twins):
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        self.second.load_state_dict(self.first.state_dict())
+
+class Encoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 4, 64)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.attention = nn.MultiheadAttention(32, 4, add_bias_kv=True, kdim=16, vdim=8)
+
+class Partial(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(30, 16), nn.LayerNorm(16)
+        self.head = nn.Linear(16, 30)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.02)
+            nn.init.zeros_(module.bias)
 
 def vision(width, depth=2):
     return Vision(width, depth)
@@ -367,14 +469,136 @@ def test_custom_builder():
         ("own:vision", {"widht": 3}, r"arguments: own:vision\(width, depth=2\) cannot .*width"),
         ("own:nothing", {}, "must return a torch.nn.Module; it returned int"),
         ("own:on_cpu", {}, "makes weight on a device; do not set one"),
-        ("own:Bare", {}, r"the model \(Bare\) has parameters and no reset_parameters\(\)"),
         ("own:Half", {}, "Half leaves the parameter shift without a value: .*reset_parameters"),
-        ("own:Table", {}, "leaves the buffer table without a value: models are built on the meta"),
+        (
+            "own:Copies",
+            {},
+            "the buffer first, the buffer second without a value: .*from parameters",
+        ),
+        (
+            "own:Plain",
+            {},
+            r"inner.mask: a tensor in an attribute .*register_buffer\('mask', \.\.\.",
+        ),
+        ("own:Gate", {}, "__init__ writes to lstm.bias_hh_l0 in place, a part of it or from other"),
+        ("own:Twins", {}, "__init__ writes to second.weight, second.bias in place, .*reset_parame"),
+        ("own:Large", {}, r"own:Large computes buffers in __init__.*which failed: RuntimeError"),
     ],
 )
 def test_invalid_builders_are_refused(builder, arguments, message):
     with pytest.raises(RecipeError, match=message):
-        random_weights(build(builder=builder, arguments=arguments), CPU, CPU, seed=1)
+        initialized(builder, arguments)
+
+
+def initialized(builder, arguments=None, seed=1):
+    """A model of a builder as a run on one rank initializes it."""
+    section = Model(builder=builder, arguments=arguments)
+    model = build_model(section, sequence_length=8)
+    load, _, _ = starting_weights(section, model, seed=seed)
+    load(model, CPU, CPU)
+    return model
+
+
+@pytest.mark.usefixtures("user_module")
+def test_all_modules_without_an_initializer_are_in_one_message():
+    with pytest.raises(RecipeError) as raised:
+        build(builder="own:Several")
+    (problem,) = raised.value.problems
+    assert (
+        "Several (scale) at the model; Bare (scale) at first, others.0, others.1 and 1 more. "
+        in (problem)
+    )
+
+
+PLANNED = """
+run: {name: own, max_steps: 2}
+model: {builder: "own:Several"}
+data: {builder: "own:nothing"}
+batch: {global_batch_size: 8, micro_batch_size: 4}
+"""
+
+
+@pytest.mark.usefixtures("user_module")
+def test_the_plan_names_the_modules_without_an_initializer(capsys):
+    Path("own.yaml").write_text(PLANNED)
+    assert main(["plan", "recipe=own.yaml", "gpu=cpu", "gpus=1"]) == 2
+    printed = capsys.readouterr().err
+    assert "Several (scale) at the model; Bare (scale) at first, others.0, others.1" in printed
+    assert "Traceback" not in printed
+
+
+@pytest.mark.usefixtures("user_module")
+def test_buffers_have_the_values_of_an_eager_model():
+    """They were lost: a mask of bools was true everywhere, without a word."""
+    random_states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    model = initialized("own:Buffers", seed=7)
+    assert torch.equal(torch.get_rng_state(), random_states[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == random_states[1:]
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        eager = import_module("own").Buffers()
+    buffers = dict(model.named_buffers())
+    assert (
+        buffers.keys()
+        == dict(eager.named_buffers()).keys()
+        == {
+            *("mask", "angles", "noise", "own", "norm.running_mean", "norm.running_var"),
+            "norm.num_batches_tracked",
+        }
+    )
+    for name, buffer in eager.named_buffers():
+        assert torch.equal(buffers[name], buffer), name
+    assert "mask" not in model.state_dict()
+
+
+@pytest.mark.usefixtures("user_module")
+def test_initializers_with_an_underscore_draw_as_an_eager_model():
+    """`nn.MultiheadAttention` had "no reset_parameters()"."""
+    model = initialized("own:Encoder")
+    torch.manual_seed(1)
+    eager = dict(import_module("own").Encoder().named_parameters())
+    for name, parameter in model.named_parameters():
+        expected = eager[name]
+        if expected.unique().numel() == 1:
+            assert torch.equal(parameter, expected), name
+        else:
+            rough = 0.5 if expected.numel() < 500 else 0.1
+            assert parameter.std().item() == pytest.approx(expected.std().item(), rel=rough), name
+
+
+@pytest.mark.usefixtures("user_module")
+def test_what_constructors_draw_in_place_is_drawn_again():
+    """It was lost without a word: torchvision's models had other weights than their own."""
+    model, again = initialized("own:Drawn"), initialized("own:Drawn")
+    eager = dict(import_module("own").Drawn().named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, again.get_parameter(name)), name
+        expected = eager[name]
+        if expected.unique().numel() == 1:
+            assert torch.equal(parameter, expected), name
+        elif expected.ndim > 1:
+            assert parameter.std().item() == pytest.approx(expected.std().item(), rel=0.1), name
+    weight = model.orthogonal.weight
+    torch.testing.assert_close(weight @ weight.T, torch.eye(40), atol=1e-5, rtol=0)
+    assert model.head.weight is model.embedding.weight
+    assert nn.init.orthogonal_.__module__ == "torch.nn.init"
+
+
+@pytest.mark.usefixtures("user_module")
+def test_copies_in_reset_parameters_of_the_parent_are_kept():
+    model = initialized("own:SameTwins")
+    assert torch.equal(model.first.weight, model.second.weight)
+    assert model.first.weight.std() > 0
+
+
+@pytest.mark.usefixtures("user_module")
+def test_init_weights_of_an_own_model_follows_the_constructors():
+    """`_init_weights` of most models leaves norms and embeddings as torch made them."""
+    model = initialized("own:Partial")
+    assert torch.equal(model.norm.weight, torch.ones(16))
+    assert 0.8 < model.embedding.weight.std() < 1.2
+    assert 0.01 < model.head.weight.std() < 0.03
+    assert torch.equal(model.head.bias, torch.zeros(30))
 
 
 @pytest.mark.long

@@ -112,11 +112,25 @@ def test_the_cross_entropy_written_by_a_user_is_the_launchers(
             "its attribute needs must be 'logits' or 'log_probabilities'; got 'hid",
         ),
         ("nothing", {}, "has no function nothing"),
+        ("divided", {}, "it divides each loss by the number of targets it gets, and must not"),
+        ("divided_logits", {}, "it divides each loss by the number of targets it gets"),
     ],
 )
 def test_functions_that_cannot_be_used(function, arguments, problem):
     with pytest.raises(RecipeError, match=rf"^objective.loss: .*{problem}"):
         load_target_loss(Objective(loss=f"tests.target_losses:{function}", arguments=arguments))
+
+
+@pytest.mark.parametrize(
+    ("function", "noted"), [("centered", True), ("noisy", False), ("focal", False)]
+)
+def test_a_loss_that_depends_on_other_targets_is_noted(function, noted, caplog):
+    state = torch.get_rng_state()
+    with caplog.at_level("INFO", logger="launcher"):
+        load_target_loss(Objective(loss=f"tests.target_losses:{function}"))
+    assert ("depends on the other targets" in caplog.text) == noted
+    if function != "noisy":  # its trial draws
+        assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_logits_that_ranks_divide_are_refused(folder):

@@ -221,6 +221,9 @@ class ReadsValue(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(4, 4))
 
+    def reset_parameters(self):
+        nn.init.ones_(self.weight)
+
     def forward(self, input_ids, **kwargs):
         if self.weight.sum().item() > 0:
             raise AssertionError

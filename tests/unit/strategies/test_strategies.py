@@ -123,6 +123,9 @@ class Scaled(nn.Module):
         super().__init__()
         self.inner, self.scale = nn.Linear(4, 4), nn.Parameter(torch.tensor(2.0))
 
+    def reset_parameters(self):
+        nn.init.constant_(self.scale, 2.0)
+
     def forward(self, x):
         return self.scale * self.inner(x)
 
