@@ -42,7 +42,7 @@ GPU_OPTIONS = --results $(GPU_RESULTS) $(if $(QUICK),--quick) \
 GPU_PYTHON ?= 3.12
 GPU_PACKAGES ?= omegaconf datasets dill multiprocess xxhash rich markdown-it-py mdurl Pygments \
 	pydantic pydantic_core annotated-types typing-inspection typer nvidia-ml-py \
-	pytest pluggy iniconfig pytest-xdist execnet \
+	plotly narwhals pytest pluggy iniconfig pytest-xdist execnet \
 	$(GPU_TORCHAO)
 # For float8. 0.17 is the oldest release that the launcher supports, as is torch 2.11 there
 GPU_TORCHAO ?= torchao==0.17.0

@@ -1,6 +1,6 @@
 """The HTML page of `launcher report` and `launcher plan out=FILE`: one file, no network, no torch.
 
-Curves are drawn by uPlot (`uplot/`, 51 kB), bars are plain HTML.
+Curves are drawn by plotly.js, which is in the page; bars are plain HTML.
 """
 
 from __future__ import annotations
@@ -388,16 +388,13 @@ def timed_parts(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def write_page(file: Path, title: str, sections: Sequence[Section], *, footer: str) -> None:
     """Writes a page. Raises RecipeError if that is not possible."""
     import jinja2
+    from plotly.offline import get_plotlyjs
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
-    )
-    script, style = (
-        (Path(__file__).parent / "uplot" / name).read_text(encoding="utf-8")
-        for name in ("uPlot.iife.min.js", "uPlot.min.css")
     )
     charts = [asdict(section) for section in sections if isinstance(section, Charts)]
     text = environment.get_template("page.html.j2").render(
@@ -406,8 +403,7 @@ def write_page(file: Path, title: str, sections: Sequence[Section], *, footer: s
         charts=charts,
         colors=_COLORS,
         footer=footer,
-        script=script,
-        style=style,
+        plotly=get_plotlyjs(),
     )
     try:
         file.write_text(text, encoding="utf-8")

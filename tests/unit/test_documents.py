@@ -371,8 +371,7 @@ def test_wheel_trains_in_an_empty_environment(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         assert any(name.endswith("/LICENSE") for name in archive.namelist())
-        page = {"page.html.j2", "uplot/uPlot.iife.min.js", "uplot/uPlot.min.css"}
-        assert {f"launcher/metrics/{name}" for name in page} <= {*archive.namelist()}
+        assert "launcher/metrics/page.html.j2" in archive.namelist()
     environment, work = tmp_path / "environment", tmp_path / "work"
     work.mkdir()
     run(sys.executable, "-m", "venv", "--without-pip", environment)

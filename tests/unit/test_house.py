@@ -111,7 +111,7 @@ def test_commands_and_recipe_check_import_nothing_heavy():
         "import sys, json, launcher.train, launcher.cli.main, launcher.slurm.job, launcher.slurm.agent\n"
         "from launcher.recipe.load import load_recipe\n"
         "load_recipe(['recipe=fsdp', 'model.config.hidden_size=64'], ranks=2)\n"
-        "heavy = ('torch', 'transformers', 'numpy', 'wandb', 'rich', 'pyarrow', 'tokenizers')\n"
+        "heavy = ('torch', 'transformers', 'numpy', 'wandb', 'rich', 'plotly', 'pyarrow', 'tokenizers')\n"
         "print(json.dumps([name for name in heavy if name in sys.modules]))"
     )
     printed = subprocess.run(

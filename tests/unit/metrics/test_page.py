@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shlex
+from datetime import datetime
 
 import markupsafe
 import pytest
@@ -142,29 +143,48 @@ def bars_in(browser):
 
 
 def drawn(browser, title):
-    """Return what uPlot has drawn of a chart: {(run, name): [(x, y), ...]} of the visible curves.
-    Places at which only other curves have points are left out."""
+    """Return what plotly has drawn of a chart: {(run, name): [(x, y), ...]} of the visible curves."""
     found = browser.evaluate(
         f"""(() => {{
             const n = figures.findIndex(f => f.title === {json.dumps(title)});
-            return figures[n].curves.map((curve, k) => [curve.run, curve.name,
-                plots[n].series[k + 1].show,
-                plots[n].data[0].map((x, i) => [x, plots[n].data[k + 1][i]]).filter(
-                    ([x, y]) => y !== undefined)]);
+            return figures[n].curves.map((curve, k) => [curve.run, curve.name, plots[n].data[k]]);
         }})()"""
     )
     return {
-        (run, name): [tuple(point) for point in points] for run, name, show, points in found if show
+        (run, name): list(zip(trace["x"], trace["y"], strict=True))
+        for run, name, trace in found
+        if trace["visible"]
     }
 
 
+def drawn_marks(browser, title):
+    """Return the places of the marks that plotly has drawn in a chart: {(color, kind): [x, ...]}."""
+    found = browser.evaluate(
+        f"""(() => {{
+            const n = figures.findIndex(f => f.title === {json.dumps(title)});
+            return plots[n].data.slice(figures[n].curves.length).filter(trace => trace.visible).map(
+                trace => [trace.line.color, trace.hovertemplate, trace.x]);
+        }})()"""
+    )
+    return {
+        (color, kind.removesuffix("<extra></extra>")): list(dict.fromkeys(filter(None, places)))
+        for color, kind, places in found
+    }
+
+
+def axis_type(browser, title):
+    """Return the type of the value axis that plotly has drawn of a chart."""
+    number = f"figures.findIndex(f => f.title === {json.dumps(title)})"
+    return browser.evaluate(f"plots[{number}]._fullLayout.yaxis.type")
+
+
 def hover(browser, title, share):
-    """Move the pointer to `share` of the width of a chart. Return what its legend shows by name."""
+    """Move the pointer to `share` of the width of a chart. Return the lines of its label."""
     x, y = browser.evaluate(
         f"""(() => {{
             const plot = plots[figures.findIndex(f => f.title === {json.dumps(title)})];
-            plot.over.scrollIntoView({{ block: "center" }});
-            const box = plot.over.getBoundingClientRect();
+            plot.scrollIntoView({{ block: "center" }});
+            const box = plot.querySelector(".nsewdrag").getBoundingClientRect();
             return [box.left + {share} * box.width, box.top + box.height / 2];
         }})()"""
     )
@@ -172,11 +192,11 @@ def hover(browser, title, share):
     return browser.evaluate(
         f"""(async () => {{
             const plot = plots[figures.findIndex(f => f.title === {json.dumps(title)})];
-            for (let frame = 0; frame < 600 && plot.cursor.idx == null; frame++)
+            for (let frame = 0; frame < 600; frame++) {{
+                const shown = plot.querySelectorAll(".hoverlayer text");
+                if (shown.length) return [...shown].map(text => text.textContent);
                 await new Promise(requestAnimationFrame);
-            return Object.fromEntries([...plot.root.querySelectorAll(".u-series")].map(row =>
-                [row.querySelector(".u-label").textContent,
-                 row.querySelector(".u-value").textContent]));
+            }}
         }})()"""
     )
 
@@ -206,12 +226,13 @@ def test_page_of_a_run(tmp_path, browser, capsys):
     for width in (1280, 390):
         for scheme in ("light", "dark"):
             browser.open(out, width=width, scheme=scheme)
-            assert browser.evaluate("document.querySelectorAll('.uplot canvas').length") == len(
-                charts
-            )
+            drawings = "document.querySelectorAll('.plot .cartesianlayer').length"
+            assert browser.evaluate(drawings) == len(charts)
             assert browser.evaluate(NO_HORIZONTAL_SCROLL)
             backgrounds.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
-            backgrounds.add(browser.evaluate("plots[0].axes[0].stroke()"))
+            backgrounds.add(
+                browser.evaluate("getComputedStyle(document.querySelector('.plot text')).fill")
+            )
     assert len(backgrounds) == 4
 
     browser.open(out, width=1280)
@@ -242,8 +263,9 @@ def test_page_of_a_run(tmp_path, browser, capsys):
                     along = lambda r: r["step"]  # noqa: E731
                 elif axis == "time":
                     along = lambda r: pytest.approx((r["time"] - START) / 60)  # noqa: E731
-                else:
-                    along = lambda r: pytest.approx(r["time"], abs=1e-3)  # noqa: E731
+                else:  # of this time zone
+                    points = [(datetime.fromisoformat(x).timestamp(), y) for x, y in points]
+                    along = lambda r: pytest.approx(r["time"], abs=2e-3)  # noqa: E731
                 assert without_gap(points) == expected(key, along)
     assert marks_in(out) == {
         (0, "restart"): [10],
@@ -251,6 +273,12 @@ def test_page_of_a_run(tmp_path, browser, capsys):
         (0, "skipped step"): [7],
     }
     browser.evaluate("axis.value = 'step'; axis.onchange()")
+    marks = drawn_marks(browser, "Loss")
+    assert {kind: places for (_, kind), places in marks.items()} == {
+        "restart": [10],
+        "checkpoint": [10],
+        "skipped step": [7],
+    }
     for kept in (0.9, 0):
         browser.evaluate(f"smooth.value = {kept}; smooth.oninput()")
         values = [value for _, value in drawn(browser, "Loss")[0, "training"]]
@@ -263,20 +291,15 @@ def test_page_of_a_run(tmp_path, browser, capsys):
         few = drawn(browser, "Loss")[0, "evaluation"]  # not smoothed
         assert few[0] == (5, 2.95)
 
-    shown = hover(browser, "Learning rate", 0.8)
-    (rate,) = (
-        r["learning_rate"] for r in records if str(r["step"]) == shown["step"] and "loss" in r
-    )
-    assert 30 < int(shown["step"]) < 50
-    assert float(shown["value"]) == pytest.approx(rate, rel=1e-5)
-    assert hover(browser, "Peak memory of a rank", 0.8)["allocated"].endswith(" GiB")
-    loss = drawn(browser, "Loss")[0, "training"]
+    step, value = hover(browser, "Learning rate", 0.8)
+    (rate,) = (r["learning_rate"] for r in records if str(r["step"]) == step and "loss" in r)
+    assert 30 < int(step) < 50
+    assert float(value) == pytest.approx(rate, rel=1e-5)
+    assert re.fullmatch(r"allocated .* GiB", hover(browser, "Peak memory of a rank", 0.8)[1])
+    assert axis_type(browser, "Loss") == "linear"
     browser.evaluate('document.querySelector(".log").click()')
-    assert drawn(browser, "Loss")[0, "training"] == [
-        (x, y and pytest.approx(math.log10(y))) for x, y in loss
-    ]
-    written = float(hover(browser, "Loss", 0.5)["training"])
-    assert any(y and written == pytest.approx(y, rel=1e-5) for _, y in loss)
+    assert axis_type(browser, "Loss") == "log"
+    assert axis_type(browser, "Learning rate") == "linear"
     bars = bars_in(browser)
     assert list(bars) == ["Time", "Time of a step", "Memory at the peak"]
     ((label, parts),) = bars["Time of a step"]
@@ -329,9 +352,13 @@ def test_page_of_several_runs(tmp_path, browser):
     assert height < 3 * 2 * 20, "three rows of at most two lines"
     assert "State, continued" in text
 
-    shown = hover(browser, "Tokens per second, all ranks", 0.5)
-    step = int(shown["step"].replace(",", ""))
-    assert shown["long"] == f"{1000 + step:,} tokens/s"
+    step, *labels = hover(browser, "Tokens per second, all ranks", 0.5)
+    assert f"long {1000 + int(step.replace(',', '')):,} tokens/s" in labels
+    assert {(color, kind) for color, kind in drawn_marks(browser, "Loss")} == {
+        (color, kind)
+        for color in page._COLORS[:2]
+        for kind in ("restart", "checkpoint", "skipped step")
+    }
     for hidden in ({0}, {0, 1}):
         browser.evaluate(f'document.querySelectorAll("nav button")[{max(hidden)}].click()')
         assert {run for run, _ in drawn(browser, "Loss")} == {0, 1} - hidden
