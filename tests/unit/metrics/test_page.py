@@ -365,6 +365,46 @@ def test_page_of_several_runs(tmp_path, browser):
     assert browser.problems == []
 
 
+def test_what_is_enlarged_stays_so_until_the_axis_is_another_one(tmp_path, browser):
+    run, out = make_run(tmp_path / "run", 50), tmp_path / "report.html"
+    assert main.main(["report", str(run.path), f"out={out}"]) == 0
+    browser.open(out, width=1280)
+    left, right, y = browser.evaluate(
+        """(box => [box.left + 0.25 * box.width, box.left + 0.75 * box.width, box.top + 50])(
+            plots[0].querySelector(".nsewdrag").getBoundingClientRect())"""
+    )
+    whole = browser.evaluate("plots[0]._fullLayout.xaxis.range")
+    mouse = {"y": y, "button": "left", "clickCount": 1}
+    browser.call("Input.dispatchMouseEvent", type="mousePressed", x=left, **mouse)
+    for x in (left + 20, right):
+        browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, **mouse)
+    browser.call("Input.dispatchMouseEvent", type="mouseReleased", x=right, **mouse)
+    first, last = browser.evaluate(
+        """(async () => {
+            for (let frame = 0; frame < 600 && plots[0].layout.xaxis.autorange !== false; frame++)
+                await new Promise(requestAnimationFrame);
+            return plots[0]._fullLayout.xaxis.range;
+        })()"""
+    )
+    assert whole[0] < first < last < whole[1]
+    browser.evaluate("smooth.value = 0.5; smooth.oninput()")
+    assert browser.evaluate("plots[0]._fullLayout.xaxis.range") == [first, last]
+    for name in ("time", "step"):
+        browser.evaluate(f"axis.value = '{name}'; axis.onchange()")
+    assert browser.evaluate("plots[0]._fullLayout.xaxis.range") == whole
+
+
+def test_names_of_runs_are_no_markup_in_labels(tmp_path, browser):
+    for name in ("<b>a", "%{y}&lt;"):
+        make_run(tmp_path / "runs" / name, 10)
+    out = tmp_path / "report.html"
+    assert main.main(["report", str(tmp_path / "runs"), f"out={out}"]) == 0
+    assert out.read_text().count("plotly.js v") == 1
+    browser.open(out, width=1280)
+    labels = hover(browser, "FLOPs utilization (MFU)", 0.8)
+    assert {label.rsplit(" ", 2)[0] for label in labels[1:]} == {"<b>a MFU", "%{y}&lt; MFU"}
+
+
 def test_runs_of_different_recipes_are_compared_by_state(tmp_path):
     make_run(tmp_path / "one", 10)
     other = make_run(tmp_path / "two", 10)
