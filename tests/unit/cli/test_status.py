@@ -152,8 +152,8 @@ def test_status_of_one_run(run, capsys, monkeypatch):
         assert main.main(["report", str(run.path), f"out={page}"]) == 0
     finally:
         owner.release()
-    assert "<td>started</td>" in page.read_text()
-    assert "<td>ended</td>" not in page.read_text()  # it runs
+    assert ">started</td>" in page.read_text()
+    assert ">ended</td>" not in page.read_text()  # it runs
     for text in (
         *("state running", "100 of 200 (50.0%), about 3 min 20 s left"),
         *("loss 2.7500 after step 99", "2.0000, grad norm 1.000"),
