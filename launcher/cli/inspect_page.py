@@ -27,7 +27,7 @@ from launcher.data.batching import make_batch_sampler, mixture_weights
 from launcher.data.dataset import MixtureDataset, SequenceDataset
 from launcher.data.encoder import make_encoder
 from launcher.data.loader import expected_padding
-from launcher.data.opening import make_order, model_inputs, open_dataset
+from launcher.data.opening import make_order, open_dataset
 from launcher.data.problems import causes, problem_lines
 from launcher.data.sources import find_parts, read_all
 from launcher.data.streaming import assign_shards
@@ -38,6 +38,7 @@ from launcher.models.micro_batch import IGNORED
 from launcher.objectives.base import count_images
 from launcher.objectives.make import make_objective
 from launcher.recipe.schema import Batch, Recipe
+from launcher.run.sizes import model_inputs
 from launcher.training.model import width_multiple
 
 if TYPE_CHECKING:

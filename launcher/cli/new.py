@@ -152,6 +152,7 @@ def new(
     draft = load_text(wanted.text(machine), machine)
 
     from launcher.planner.search import search_configurations
+    from launcher.planner.speed import seconds_of_step
     from launcher.run import sizes
 
     with working("counting the rows"):
@@ -174,7 +175,7 @@ def new(
     long = f"the usual sizes: {rows}" if isinstance(rows, str) else None
     if isinstance(rows, sizes.Rows):
         run = sizes.run_length(best, rows)
-        long = run.text(sizes.seconds_of_step(result.best.seconds, best, run.tokens))
+        long = run.text(seconds_of_step(result.best.seconds, best, run.tokens))
     file = "THIS_FILE" if out is None else str(out)
     lines = [
         *_header(wanted, result, machine, note, file, long=str(long)),

@@ -154,7 +154,7 @@ def _report(
         recipe_values,
         search,
     )
-    from launcher.run import sizes
+    from launcher.run import auto, sizes
 
     if not notes:  # not for the GPUs of this machine
         planned_gpu.set(machine.name)
@@ -205,8 +205,8 @@ def _report(
             sizes.run_length(recipe, rows),
             profile.profile_model(recipe, device=machine.device),
         )
-        seconds = sizes.seconds_of_steps(recipe, run.tokens, shapes, machine)
-        faster = sizes.faster_text(
+        seconds = auto.seconds_of_steps(recipe, run.tokens, shapes, machine)
+        faster = auto.faster_text(
             recipe, tokens=run.tokens, steps=run.steps, seconds=seconds, machine=machine
         )
         length = dataclasses.asdict(run)

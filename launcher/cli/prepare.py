@@ -60,11 +60,11 @@ def _fetch(recipe: Recipe) -> int:
 
 
 def _tokenize(recipe: Recipe, files: DataFiles) -> None:
-    from launcher.data.opening import model_inputs
     from launcher.data.problems import causes
     from launcher.data.token_store import open_store
     from launcher.data.tokenizer import tokenizer_name
     from launcher.recipe.layouts import unused_line
+    from launcher.run.sizes import model_inputs
 
     store = open_store(
         files.patterns,

@@ -17,7 +17,6 @@ from launcher.data.batching import (
 from launcher.data.custom import CustomDataset
 from launcher.data.dataset import MapData, MixtureDataset, SequenceDataset
 from launcher.data.held_out import copy_documents, split_documents
-from launcher.data.image_inputs import images_of
 from launcher.data.images import RowImages
 from launcher.data.packing import text_lengths
 from launcher.data.problems import SHOWN
@@ -25,18 +24,6 @@ from launcher.data.token_store import ModelInputs, TokenStore, open_store, rows_
 from launcher.errors import RecipeError
 from launcher.recipe import schema
 from launcher.recipe.layouts import KINDS
-from launcher.recipe.model_config import of_text
-
-
-def model_inputs(recipe: schema.Recipe) -> ModelInputs:
-    """The model's vocabulary, number of classes and processor of images, as far as the recipe sets
-    them."""
-    vocabulary: Any = of_text(recipe.model.config or {})[1].get("vocab_size")
-    return ModelInputs(
-        vocabulary=vocabulary,
-        classes=recipe.model.num_labels,
-        images=images_of(recipe.images, recipe.model),
-    )
 
 
 def open_dataset(

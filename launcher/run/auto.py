@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import itertools
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, cast
@@ -28,12 +30,18 @@ from launcher.planner.formatting import batch_text, speed_text, strategy_text
 from launcher.planner.machine import Machine, known_machine
 from launcher.planner.memory import Plan
 from launcher.planner.plan import estimated_plan
-from launcher.planner.profile import ModelProfile, profile_of_shapes, with_saved
+from launcher.planner.profile import (
+    ModelProfile,
+    profile_model,
+    profile_of_shapes,
+    with_saved,
+)
 from launcher.planner.recipe_values import has_reductions_to_choose, micro_batches_of
 from launcher.planner.search import fastest_that_fits, search_configurations
+from launcher.planner.speed import estimate_time, seconds_of_step
 from launcher.planner.work import Work, with_most_saved
 from launcher.recipe.load import to_yaml
-from launcher.recipe.schema import Recipe
+from launcher.recipe.schema import Lora, Recipe
 from launcher.recipe.validate import open_keys
 from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
@@ -61,6 +69,8 @@ SLOW_STEP = 60.0
 batch."""
 SECONDS = 300
 """Time limit of the choice."""
+LONG = 300.0
+"""Seconds of a run from which on what is faster is said."""
 OWN_CONTEXT = 2**30
 """Bytes of a GPU that the CUDA context and communicators of this process hold. An estimate. A plan
 includes them in the memory needed, so they must also be included in the memory available."""
@@ -560,3 +570,45 @@ def _similar_failures(events: list[Json], *, machine: Machine, recipe: Recipe) -
     for key in ("keep_logits", *COLLECTIVES):
         del same[key]
     return (event for event in events if same.items() <= event.items())
+
+
+def seconds_of_steps(
+    recipe: Recipe, tokens: float, profile: ModelProfile, machine: Machine
+) -> float:
+    """Predicted seconds of a step with so many tokens. On a CPU with the rate of products that is
+    measured now, in a tenth of a second; a plan, whose choices should not depend on it, assumes one."""
+    if machine.device == "cpu":
+        single, half = (_products(dtype) for dtype in (torch.float32, torch.bfloat16))
+        rates = dataclasses.replace(machine.rates, float32_flops=single, half_flops=half)
+        machine = dataclasses.replace(machine, rates=rates)
+    return seconds_of_step(estimate_time(profile, recipe, machine), recipe, tokens)
+
+
+def faster_text(
+    recipe: Recipe, *, tokens: float, steps: int, seconds: float, machine: Machine
+) -> str:
+    """What takes less time than these steps of so many seconds; empty: they are few, or nothing is
+    known to be faster. On a CPU adapters are: most weights need no gradients and no update."""
+    own_code = recipe.model.builder is not None or recipe.data.builder is not None
+    if machine.device != "cpu" or steps * seconds < LONG or recipe.lora is not None or own_code:
+        return ""
+    adapters = dataclasses.replace(recipe, lora=Lora(rank=16, alpha=32))
+    with contextlib.suppress(RecipeError):
+        profile = profile_model(adapters, device="cpu")
+        shorter = seconds_of_steps(adapters, tokens, profile, machine)
+        if shorter < 0.8 * seconds:
+            time_text = seconds_as_text(steps * shorter)
+            return f"; with lora='{{rank: 16, alpha: 32}}' about {time_text}"
+    return ""
+
+
+def _products(dtype: torch.dtype, seconds: float = 0.05) -> float:
+    """Operations a second of matrix products on the threads of this process."""
+    left, right = (torch.ones(512, 512, dtype=dtype) for _ in range(2))
+    left @ right  # the first product loads the library
+    best, end = 0.0, time.perf_counter() + seconds
+    while not best or time.perf_counter() < end:
+        started = time.perf_counter()
+        left @ right
+        best = max(best, 2 * 512**3 / (time.perf_counter() - started))
+    return best

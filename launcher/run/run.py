@@ -34,9 +34,11 @@ from launcher.reliability.watchdog import Watch
 from launcher.run.agreement import compare_content, compare_recipes
 from launcher.run.auto import (
     detect_machine,
+    faster_text,
     profiles_of,
     resolve_auto,
     resolve_collectives,
+    seconds_of_steps,
     warn_of_memory,
 )
 from launcher.run.checkpoint_manager import CheckpointManager
@@ -48,9 +50,7 @@ from launcher.run.recorder import StepRecorder
 from launcher.run.reporting import Reporter
 from launcher.run.sizes import (
     check_repeats,
-    faster_text,
     resolve_sizes,
-    seconds_of_steps,
 )
 from launcher.run.summary import describe_start, summarize
 from launcher.strategies.base import compute_dtype, offloads_parameters

@@ -10,35 +10,31 @@ import itertools
 import json
 import logging
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from launcher.checkpoint.resume import Start, recorded_recipe
 from launcher.console import seconds_as_text
 from launcher.data.encoder import make_encoder
-from launcher.data.opening import model_inputs
+from launcher.data.image_inputs import images_of
 from launcher.data.packing import text_lengths
 from launcher.data.sources import find_parts
-from launcher.data.token_store import open_store, store_rows
+from launcher.data.token_store import ModelInputs, open_store, store_rows
 from launcher.data.tokenizer import tokenizer_name
 from launcher.distributed.process_group import from_rank_0
 from launcher.distributed.rank_layout import RankLayout, layout_sizes
 from launcher.errors import RecipeError, first_line
 from launcher.files import replace_text
 from launcher.models.build import make_config
-from launcher.planner.machine import Machine
-from launcher.planner.profile import ModelProfile, profile_model
-from launcher.planner.speed import estimate_time, seconds_of_step
 from launcher.recipe import schema
 from launcher.recipe.combinations import value_of
 from launcher.recipe.hub import config_file
 from launcher.recipe.layouts import KINDS
 from launcher.recipe.load import LoadedRecipe, to_yaml
+from launcher.recipe.model_config import of_text
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_sizes, with_recorded, with_value
 from launcher.reliability.run_directory import RunFolder
@@ -74,8 +70,6 @@ WHOLE_ANSWERS = 0.1
 """Learning rate of objectives that compare whole answers / that of objectives that learn tokens."""
 
 
-LONG = 300.0
-"""Seconds of a run from which on what is faster is said."""
 COUNTED_BYTES = 64 << 20
 """A command that does not train looks at the first rows of larger files only."""
 LOOKED_AT = 2000
@@ -111,6 +105,17 @@ def why_not_counted(recipe: Recipe) -> str | None:
     if recipe.data.builder is not None:
         return "data.builder makes the rows"
     return "the data is streamed" if recipe.data.streaming else None
+
+
+def model_inputs(recipe: Recipe) -> ModelInputs:
+    """The model's vocabulary, number of classes and processor of images, as far as the recipe sets
+    them."""
+    vocabulary: Any = of_text(recipe.model.config or {})[1].get("vocab_size")
+    return ModelInputs(
+        vocabulary=vocabulary,
+        classes=recipe.model.num_labels,
+        images=images_of(recipe.images, recipe.model),
+    )
 
 
 def count_rows(recipe: Recipe, *, build: bool = True) -> Rows:
@@ -280,48 +285,6 @@ def run_length(recipe: Recipe, rows: Rows) -> Length:
     steps = recipe.run.max_steps or math.ceil((recipe.run.epochs or 1) * samples / batch)
     passes = steps * batch / samples if recipe.run.max_steps else float(recipe.run.epochs or 1)
     return Length(kept, samples, _unit(recipe), steps, passes, tokens * min(batch, samples))
-
-
-def seconds_of_steps(
-    recipe: Recipe, tokens: float, profile: ModelProfile, machine: Machine
-) -> float:
-    """Predicted seconds of a step with so many tokens. On a CPU with the rate of products that is
-    measured now, in a tenth of a second; a plan, whose choices should not depend on it, assumes one."""
-    if machine.device == "cpu":
-        single, half = (_products(dtype) for dtype in (torch.float32, torch.bfloat16))
-        rates = replace(machine.rates, float32_flops=single, half_flops=half)
-        machine = replace(machine, rates=rates)
-    return seconds_of_step(estimate_time(profile, recipe, machine), recipe, tokens)
-
-
-def faster_text(
-    recipe: Recipe, *, tokens: float, steps: int, seconds: float, machine: Machine
-) -> str:
-    """What takes less time than these steps of so many seconds; empty: they are few, or nothing is
-    known to be faster. On a CPU adapters are: most weights need no gradients and no update."""
-    own_code = recipe.model.builder is not None or recipe.data.builder is not None
-    if machine.device != "cpu" or steps * seconds < LONG or recipe.lora is not None or own_code:
-        return ""
-    adapters = replace(recipe, lora=schema.Lora(rank=16, alpha=32))
-    with contextlib.suppress(RecipeError):
-        profile = profile_model(adapters, device="cpu")
-        shorter = seconds_of_steps(adapters, tokens, profile, machine)
-        if shorter < 0.8 * seconds:
-            time_text = seconds_as_text(steps * shorter)
-            return f"; with lora='{{rank: 16, alpha: 32}}' about {time_text}"
-    return ""
-
-
-def _products(dtype: torch.dtype, seconds: float = 0.05) -> float:
-    """Operations a second of matrix products on the threads of this process."""
-    left, right = (torch.ones(512, 512, dtype=dtype) for _ in range(2))
-    left @ right  # the first product loads the library
-    best, end = 0.0, time.perf_counter() + seconds
-    while not best or time.perf_counter() < end:
-        started = time.perf_counter()
-        left @ right
-        best = max(best, 2 * 512**3 / (time.perf_counter() - started))
-    return best
 
 
 def _sequences(tokens: float, length: int) -> int:
