@@ -236,6 +236,9 @@ def test_commands_in_documents_are_valid(command, tmp_path, monkeypatch, capsys)
     if re.match(RUN_HERE, command):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        (tmp_path / "my/data").mkdir(parents=True)
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        (tmp_path / "my/data/chat.jsonl").write_text(json.dumps({"messages": turns}))
         assert main(words[1:]) == 0
         assert capsys.readouterr().out
         return
