@@ -410,8 +410,8 @@ def _batch(wanted: int, samples: int, train: int, groups: int, *, unit: str) -> 
     unit."""
     if samples < groups:
         raise RecipeError(
-            f"batch.global_batch_size: the data are {samples:,} {unit} for {groups} data-parallel "
-            "ranks, so a step would see a row twice; use fewer ranks"
+            f"batch.global_batch_size: {samples:,} of the {unit} are trained, by {groups} "
+            "data-parallel ranks, so a step would see one twice; use fewer ranks"
         )
     size = max(1, round(wanted * samples / train))
     size = min(max(1, round(size / groups)) * groups, samples // groups * groups)

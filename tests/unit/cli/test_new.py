@@ -16,6 +16,7 @@ from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import CpuOffload
+from launcher.run import sizes
 from tests.unit.planner.example_plans import example_search
 
 CONFIG = {
@@ -43,6 +44,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "chat.jsonl").write_text(json.dumps(CHAT))
+    monkeypatch.setattr(sizes, "rows_here", lambda recipe: "there is no tokenizer")
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
     (tmp_path / "two words.jsonl").write_text(json.dumps(pair))
     return tmp_path

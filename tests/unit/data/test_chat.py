@@ -278,9 +278,7 @@ def test_unusable_conversations_are_refused(template, messages, expected):
 def test_unusable_templates_and_tokenizers_are_refused():
     with pytest.raises(RecipeError, match=r"^data.chat_template: line 2: "):
         encoded(bpe_tokenizer(), "{{ 'x' }}\n{% for %}", ANSWERED)
-    missing = (
-        r"^data.tokenizer: it: has no chat template; set data.chat_template to a file with one$"
-    )
+    missing = r"^data.tokenizer: it: has no chat template; set data.chat_template to a name, such as chatml, or to a file with one$"
     with pytest.raises(RecipeError, match=missing):
         ChatTemplate(bpe_tokenizer(), "it", None)
 

@@ -714,7 +714,7 @@ def test_invalid_exports_are_refused(tmp_path, capsys):
         return capsys.readouterr().err
 
     run, out = tmp_path / "run", tmp_path / "out"
-    assert "Missing argument 'OUT'" in error_of(run)
+    assert "missing; give out=FOLDER" in error_of(run)
     assert "no such folder: " in error_of(run, out)
     run.mkdir()
     assert "checkpoint.export=at_end" in error_of(run, out)

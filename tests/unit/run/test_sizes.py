@@ -137,7 +137,7 @@ def test_the_learning_rate_follows_from_the_width_and_the_method(here):
 
 def test_few_rows_hold_none_out_and_fewer_rows_than_ranks_are_refused(here):
     assert chosen(rows_of(19)).data.validation_split is None
-    with pytest.raises(RecipeError, match=r"the data are 3 rows for 8 data-parallel ranks"):
+    with pytest.raises(RecipeError, match=r"3 of the rows are trained, by 8 data-parallel ranks"):
         chosen(rows_of(3), ranks=8)
     with pytest.raises(
         RecipeError, match=r"all 5 rows are longer than 16 tokens, the shortest has"
