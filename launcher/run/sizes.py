@@ -22,7 +22,7 @@ from launcher.data.encoder import make_encoder
 from launcher.data.image_inputs import images_of
 from launcher.data.packing import text_lengths
 from launcher.data.sources import find_parts
-from launcher.data.token_store import ModelInputs, open_store, store_rows
+from launcher.data.token_store import ModelInputs, TokenStore, open_store, store_rows
 from launcher.data.tokenizer import tokenizer_name
 from launcher.distributed.process_group import from_rank_0
 from launcher.distributed.rank_layout import RankLayout, layout_sizes
@@ -118,21 +118,27 @@ def model_inputs(recipe: Recipe) -> ModelInputs:
     )
 
 
-def count_rows(recipe: Recipe, *, build: bool = True) -> Rows:
-    """Counts the rows of the training data, which are tokenized into the cache. build: see
-    `open_store`. Raises RecipeError if a row cannot be used."""
-    lengths = []
+def _stores(recipe: Recipe, *, build: bool) -> Iterator[tuple[schema.Data, TokenStore]]:
+    """Each source of the training data, tokenized into the cache. build: see `open_store`. Raises
+    RecipeError if a row cannot be used."""
     for data in recipe.data.sources().values():
         assert isinstance(data.train, tuple)
-        store = open_store(
-            data.train,
+        yield (
             data,
-            tokenizer=tokenizer_name(recipe.data, recipe.model),
-            model=model_inputs(recipe),
-            build=build,
+            open_store(
+                data.train,
+                data,
+                tokenizer=tokenizer_name(recipe.data, recipe.model),
+                model=model_inputs(recipe),
+                build=build,
+            ),
         )
-        lengths.append(text_lengths(store, _texts(data)))
-    return Rows(np.concatenate(lengths))
+
+
+def count_rows(recipe: Recipe, *, build: bool = True) -> Rows:
+    """Counts the rows of the training data. build, raises: see `_stores`."""
+    stores = _stores(recipe, build=build)
+    return Rows(np.concatenate([text_lengths(store, _texts(data)) for data, store in stores]))
 
 
 def rows_here(recipe: Recipe) -> Rows | str:
@@ -188,17 +194,37 @@ def resolve_sizes(
     earlier = from_rank_0(recorded_recipe(run, start) if ranks.rank == 0 else {}, ranks.group)
     if earlier:
         return with_recorded(recipe, earlier)
-    rows = why_not_counted(recipe) or count_rows(recipe, build=build)
-    chosen, choices = choose_sizes(recipe, rows, ranks=ranks.size, may_unpack=may_unpack(loaded))
-    chosen = from_rank_0(chosen, ranks.group)
+    why, answer = why_not_counted(recipe), None
     if ranks.rank == 0:
-        run.check()
-        replace_text(run.path / "recipe.yaml", to_yaml(chosen), durable=True)
-        logger.info(choices_text(rows, choices))
+        rows = why or count_rows(recipe, build=build)
+        answer = _answer(loaded, rows, ranks=ranks.size, run=run)
+    elif why is None:  # wait until the rows are tokenized, which may take longer than a collective
+        for _ in _stores(recipe, build=build):
+            pass
+    chosen = from_rank_0(answer, ranks.group)
+    if isinstance(chosen, RecipeError):
+        raise chosen
+    assert chosen is not None
     # This rank's own folders, caches and loader processes, with rank 0's sizes
     for key in (*open_sizes(recipe), "data.packing"):
         recipe = with_value(recipe, key, value_of(chosen, key))
     return recipe
+
+
+def _answer(
+    loaded: LoadedRecipe, rows: Rows | str, *, ranks: int, run: RunFolder
+) -> Recipe | RecipeError:
+    """The recipe with the sizes that are chosen, which is written and logged; or why none can be."""
+    try:
+        chosen, choices = choose_sizes(
+            loaded.recipe, rows, ranks=ranks, may_unpack=may_unpack(loaded)
+        )
+    except RecipeError as error:
+        return error
+    run.check()
+    replace_text(run.path / "recipe.yaml", to_yaml(chosen), durable=True)
+    logger.info(choices_text(rows, choices))
+    return chosen
 
 
 def may_unpack(loaded: LoadedRecipe) -> bool:
