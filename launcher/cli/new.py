@@ -175,7 +175,8 @@ def new(
     long = f"the usual sizes: {rows}" if isinstance(rows, str) else None
     if isinstance(rows, sizes.Rows):
         run = sizes.run_length(best, rows)
-        long = run.text(seconds_of_step(result.best.seconds, best, run.tokens))
+        seconds = seconds_of_step(result.best.seconds, best, run.tokens)
+        long = run.text(seconds, device=machine.device)
     file = "THIS_FILE" if out is None else str(out)
     lines = [
         *_header(wanted, result, machine, note, file, long=str(long)),
@@ -185,6 +186,8 @@ def new(
     load_text(text, machine)
     write_text(text, out)
     print(long, file=sys.stderr)
+    if out is not None:
+        print(f"next: {program()} train recipe={shlex.quote(str(out))}", file=sys.stderr)
     return EXIT_DONE
 
 
@@ -338,7 +341,10 @@ class Wanted:
         if key == "data.sequence_length" and self.sequence_length is not None:
             return f"{name}: {self.sequence_length}  # {_SIZES[key]}"
         override, why = self.choices.get(key, ("=auto", ""))
-        about = "; ".join(text for text in (_SIZES.get(key), why) if text)
+        what = _SIZES.get(key)
+        if key == "data.sequence_length" and self.kind == "text":
+            what = "tokens"
+        about = "; ".join(text for text in (what, why) if text)
         return f"{name}: {override.partition('=')[2]}  # {about}"
 
 

@@ -201,6 +201,8 @@ def _report(
             (verified,) = measurement.measure_recipes([overrides], ranks=machine.ranks, gpus=gpus)
     length = None
     if isinstance(rows, sizes.Rows) and recipe.model.builder is None:
+        if recipe.batch.global_batch_size > 1.1 * sizes.run_length(recipe, rows).samples:
+            sizes.check_repeats(recipe, sizes.run_length(recipe, rows).samples)  # as the start does
         run, shapes = (
             sizes.run_length(recipe, rows),
             profile.profile_model(recipe, device=machine.device),
@@ -210,7 +212,10 @@ def _report(
             recipe, tokens=run.tokens, steps=run.steps, seconds=seconds, machine=machine
         )
         length = dataclasses.asdict(run)
-        length |= {"seconds": run.steps * seconds, "text": run.text(seconds) + faster}
+        length |= {
+            "seconds": run.steps * seconds,
+            "text": run.text(seconds, device=machine.device) + faster,
+        }
     return as_json(recipe, planned, result, verified) | {
         "measured": trials,
         "sizes": chosen_sizes,

@@ -39,6 +39,10 @@ _OVERWRITES = {
 """Operations after which nothing is left of the values before."""
 
 
+_COPIES = {_aten.clone.default, _aten._to_copy.default}
+"""Operations whose result has the values of their input, as in `copy.deepcopy` and `Module.half`."""
+
+
 @dataclass(frozen=True)
 class Draw:
     """An operation in place on a parameter: an operator, or a function of `torch.nn.init`."""
@@ -61,6 +65,8 @@ class Draws(PlainDispatch, TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._of: dict[int, list[Draw]] = {}
+        self._valued: set[int] = set()
+        """Storages that had values when they were made: not by `torch.empty`."""
         self._storages: list[torch.UntypedStorage] = []  # the id of one that is freed is used again
         self._replaced: dict[str, Callable[..., Any]] = {}
 
@@ -90,6 +96,8 @@ class Draws(PlainDispatch, TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         target = args[0] if args else None
+        if isinstance(result, torch.Tensor) and result.is_meta and not is_mutable(func):
+            self._made(result, func, target)
         if isinstance(target, torch.Tensor) and target.is_meta and is_mutable(func):
             self._record(func, target, args[1:], kwargs or {}, overwrites=func in _OVERWRITES)
         return result
@@ -116,6 +124,23 @@ class Draws(PlainDispatch, TorchDispatchMode):  # type: ignore[no-untyped-call]
         options = tuple(kwargs.items()) if numbers else ()
         recorded.append(Draw(function, args if numbers else (), options, whole and numbers))
 
+    def _made(self, result: torch.Tensor, func: OpOverload, source: object) -> None:
+        storage = result.untyped_storage()
+        if isinstance(source, torch.Tensor) and source.is_meta:
+            if storage_id(source.untyped_storage()) == storage_id(storage):  # a view
+                return
+            if func in _COPIES:
+                self._of[storage_id(storage)] = [*self.of(source)]
+                self._storages.append(storage)
+                return
+        if not func.overloadpacket.__name__.startswith(("empty", "new_empty")):
+            self._valued.add(storage_id(storage))
+            self._storages.append(storage)
+
+    def has_values(self, parameter: torch.Tensor) -> bool:
+        """Whether the parameter was made with values, and nothing was drawn into it since."""
+        return not self.of(parameter) and storage_id(parameter.untyped_storage()) in self._valued
+
     def of(self, parameter: torch.Tensor) -> list[Draw]:
         """Those that the parameter's values are from."""
         return self._of.get(storage_id(parameter.untyped_storage()), [])
@@ -132,6 +157,14 @@ class Draws(PlainDispatch, TorchDispatchMode):  # type: ignore[no-untyped-call]
         Raises RecipeError if this cannot be repeated.
         """
         before = {name: [*self.of(each)] for name, each in model.named_parameters()}
+        # The constructors of torch's modules draw their parameters, unless these are given
+        given = [
+            f"{path}.{name}".removeprefix(".")
+            for path, module in model.named_modules()
+            if type(module).__module__.startswith("torch.nn.modules.")
+            for name, parameter in module.named_parameters(recurse=False)
+            if self.has_values(parameter)
+        ]
         shared = [id(each) for _, each in model.named_parameters(remove_duplicate=False)]
         again = Draws()
         try:
@@ -141,6 +174,18 @@ class Draws(PlainDispatch, TorchDispatchMode):  # type: ignore[no-untyped-call]
         except Exception:  # code that needs values; it runs again where it has them
             return {}
         different, lost = dict[str, list[Draw]](), list[str]()
+        if replaced := [
+            clean_name(name)
+            for name in given
+            if again.of(model.get_parameter(name))
+            and shared.count(id(model.get_parameter(name))) == 1
+        ]:
+            raise RecipeError(
+                f"model.builder: __init__ gives {', '.join(replaced)} values of its own, in a new "
+                "parameter or tensor, which are lost: models are built on the meta device, and the "
+                "module's reset_parameters() draws others. Write them in reset_parameters() of the "
+                "module around it, which is called after those inside"
+            )
         for name, parameter in model.named_parameters():
             drawn = before[name]
             # The first one of the modules that share a parameter initializes it

@@ -424,7 +424,10 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
         return
     if data.get("validation") is not None:
         data.pop("validation_split", None)
-        origins.places.pop(("data", "validation_split"), None)
+        given = origins.places.pop(("data", "validation_split"), None)
+        if isinstance(given, str):
+            instead = "null, because data.validation is given"
+            origins.derived["data", "validation_split"] = instead
     if data.get("kind") is not None:
         return
     train, kinds = data.get("train"), kinds_of_objective(plain)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from launcher.checkpoint.resume import Fresh, Latest, Resumed, Start
 from launcher.checkpoint.state import BeforeStep
-from launcher.console import configure_logging, program, seconds_as_text, task
+from launcher.console import configure_logging, program, task
 from launcher.data.batching import Position
 from launcher.data.dataset import MixtureDataset, SequenceDataset
 from launcher.data.loader import check_shared_memory, expected_padding
@@ -51,6 +51,7 @@ from launcher.run.reporting import Reporter
 from launcher.run.sizes import (
     check_repeats,
     resolve_sizes,
+    time_text,
 )
 from launcher.run.summary import describe_start, summarize
 from launcher.strategies.base import compute_dtype, offloads_parameters
@@ -231,7 +232,7 @@ class TrainingRun:
         tokens /= 1 - padding
         seconds = seconds_of_steps(recipe, tokens, profile()[0], machine)
         faster = faster_text(recipe, tokens=tokens, steps=steps, seconds=seconds, machine=machine)
-        return f"time: about {seconds_as_text(steps * seconds)} by plan for {steps:,} steps{faster}"
+        return f"time: {time_text(steps * seconds, machine.device)} for {steps:,} steps{faster}"
 
     def _set_timeout(self, seconds: int) -> None:
         process_group.set_timeout(seconds, hang_timeout=self._recipe.run.hang_timeout)

@@ -19,9 +19,11 @@ import numpy as np
 from launcher.checkpoint.resume import Start, recorded_recipe
 from launcher.console import seconds_as_text
 from launcher.data.encoder import make_encoder
+from launcher.data.held_out import held_out
 from launcher.data.image_inputs import images_of
 from launcher.data.packing import text_lengths
 from launcher.data.sources import find_parts
+from launcher.data.store_files import Hashes
 from launcher.data.token_store import ModelInputs, TokenStore, open_store, store_rows
 from launcher.data.tokenizer import tokenizer_name
 from launcher.distributed.process_group import from_rank_0
@@ -50,7 +52,7 @@ ROWS_PER_STEP = (4, 64)
 """The least and the most rows of a step."""
 TOKENS_PER_STEP = 65_536
 """The most tokens of a step."""
-EPOCHS = ((2_000, 3), (20_000, 2))
+EPOCHS = ((200, 5), (2_000, 3), (20_000, 2))
 """Passes over fewer training rows than so many; one over more."""
 SHARE_OF_WARMUP, MOST_WARMUP = 0.05, 100
 """Share of a run's steps in which the learning rate rises, and the most such steps."""
@@ -85,6 +87,8 @@ class Rows:
 
     lengths: Any
     """Tokens of each row, (rows,); of a pair, those of its longer answer with the prompt."""
+    hashes: Hashes | None = None
+    """By which rows are held out; None: they are not known."""
     scale: float = 1.0
     """Rows of the data / rows that were counted; more than 1 is an estimate."""
 
@@ -92,6 +96,15 @@ class Rows:
     def count(self) -> int:
         """Rows of the data."""
         return round(len(self.lengths) * self.scale)
+
+    def trained(self, share: float, longest: int | None) -> int:
+        """Rows that are trained, if this share is held out, and longer ones are dropped."""
+        fits = np.ones(len(self.lengths), dtype=bool)
+        if longest is not None:
+            fits = self.lengths <= longest
+        if not share or self.hashes is None:
+            return max(1, round(int(fits.sum()) * self.scale * (1 - share)))
+        return max(1, int((fits & ~held_out(self.hashes, share)).sum()))
 
     def text(self) -> str:
         """`60 rows of 57 tokens on average`."""
@@ -137,8 +150,11 @@ def _stores(recipe: Recipe, *, build: bool) -> Iterator[tuple[schema.Data, Token
 
 def count_rows(recipe: Recipe, *, build: bool = True) -> Rows:
     """Counts the rows of the training data. build, raises: see `_stores`."""
-    stores = _stores(recipe, build=build)
-    return Rows(np.concatenate([text_lengths(store, _texts(data)) for data, store in stores]))
+    stores = [*_stores(recipe, build=build)]
+    lengths = np.concatenate([text_lengths(store, _texts(data)) for data, store in stores])
+    hashes = [store.hashes for _, store in stores if store.hashes is not None]
+    known = len(hashes) == len(stores) and len(lengths) > 1
+    return Rows(lengths, np.concatenate(hashes) if known else None)
 
 
 def rows_here(recipe: Recipe) -> Rows | str:
@@ -270,14 +286,20 @@ class Length:
     tokens: float
     """Tokens of a step."""
 
-    def text(self, seconds: float | None = None) -> str:
-        """In a line. seconds: of a step, by plan."""
+    def text(self, seconds: float | None = None, *, device: str = "cuda") -> str:
+        """In a line. seconds: of a step on the device, by plan."""
         passes = "1 pass" if self.passes == 1 else f"{self.passes:.3g} passes"
         packed = "" if self.samples == self.rows else f" in {self.samples:,} {self.unit}"
         text = f"{self.rows:,} rows{packed}: {self.steps:,} steps are {passes} over the data"
         if seconds is None:
             return text
-        return f"{text}, about {seconds_as_text(max(1.0, self.steps * seconds))} by plan"
+        return f"{text}, {time_text(self.steps * seconds, device)}"
+
+
+def time_text(seconds: float, device: str) -> str:
+    """`48 s to 1 min 36 s by plan`. On CPUs a run of small steps takes up to 1.6 times as long."""
+    low, high = (seconds * share for share in ((0.8, 1.6) if device == "cpu" else (0.8, 1.25)))
+    return f"{seconds_as_text(max(1.0, low))} to {seconds_as_text(max(2.0, high))} by plan"
 
 
 def check_repeats(recipe: Recipe, samples: int) -> None:
@@ -289,7 +311,7 @@ def check_repeats(recipe: Recipe, samples: int) -> None:
     unit = _unit(recipe)
     text = (
         f"batch.global_batch_size: {size:,} {unit} are more than the {samples:,} of the data, so each "
-        f"step would see a row {size / samples:.2g} times; batch.global_batch_size="
+        f"step would see a row {size / samples:,.1f} times; batch.global_batch_size="
         f"{max(1, samples // 8)} makes {math.ceil(samples / max(1, samples // 8))} steps of an epoch"
     )
     if data.packing and not data.joins_rows:
@@ -302,7 +324,7 @@ def run_length(recipe: Recipe, rows: Rows) -> Length:
     data, length, batch = recipe.data, recipe.data.sequence_length, recipe.batch.global_batch_size
     counted = rows.lengths[rows.lengths <= length] if data.drops_overlong else rows.lengths
     split = 0.0 if data.validation is not None else data.validation_split or 0.0
-    kept = max(1, round(len(counted) * rows.scale * (1 - split)))
+    kept = rows.trained(split, length if data.drops_overlong else None)
     mean = float(counted.mean()) if len(counted) else float(length)
     samples, tokens = kept, min(mean, length) if not data.packing else mean
     if data.packing and data.batch_unit == "sequences":
@@ -358,6 +380,8 @@ def _choices(
             share, why = _held_out(count)
         yield "data.validation_split", share or None, why
     train = max(1, round(count * (1 - share)))
+    if data.kind != "text":
+        train = rows.trained(share, None if cuts else most)
     mean = tokens / count
     wanted = 2 ** round(math.log2(math.sqrt(train) / 2))
     wanted = min(max(wanted, ROWS_PER_STEP[0]), ROWS_PER_STEP[1])
@@ -371,10 +395,16 @@ def _choices(
             why = "so that a step has a sequence for each rank"
         length = max(2, length - length % recipe.strategy.context_parallel_size)
         yield "data.sequence_length", length, why
-    if packed and may_unpack and data.kind != "text" and wanted * mean < 2 * length * groups:
-        packed = False
-        what = f"packed sequences would be longer than a step of {round(wanted * mean):,} tokens"
-        yield "data.packing", False, what
+    if packed and may_unpack and data.kind != "text":
+        what = None
+        if wanted * mean < 2 * length * groups:
+            step = round(wanted * mean)
+            what = f"packed sequences would be longer than a step of {step:,} tokens"
+        elif length < 2 * mean:
+            what = "a sequence has room for one row"
+        if what is not None:
+            packed = False
+            yield "data.packing", False, what
     batch, samples = recipe.batch.global_batch_size, train
     if packed:
         samples = _sequences(train * mean, length)

@@ -431,6 +431,18 @@ def vision(width, depth=2):
 def on_cpu():
     return nn.Linear(2, 2, device="cpu")
 
+def given(how):
+    if how == "from_pretrained":
+        return nn.Embedding.from_pretrained(torch.rand(30, 16), freeze=False)
+    if how == "_weight":
+        return nn.Embedding(30, 16, _weight=torch.full((30, 16), 9.0))
+    layer = nn.Linear(4, 4)
+    if how == "parameter":
+        layer.weight = nn.Parameter(torch.full((4, 4), 0.01))
+    else:
+        layer.weight.data = layer.weight.data * 0.02
+    return layer
+
 def nothing():
     return 3
 """
@@ -482,6 +494,10 @@ def test_custom_builder():
         ),
         ("own:Gate", {}, "__init__ writes to lstm.bias_hh_l0 in place, a part of it or from other"),
         ("own:Twins", {}, "__init__ writes to second.weight, second.bias in place, .*reset_parame"),
+        *(
+            ("own:given", {"how": how}, "__init__ gives weight values of its own, in a new param")
+            for how in ("from_pretrained", "_weight", "parameter", "data")
+        ),
         ("own:Large", {}, r"own:Large computes buffers in __init__.*which failed: RuntimeError"),
     ],
 )

@@ -72,7 +72,7 @@ def summary(recipe):
 
 def test_sizes_of_small_and_large_data(here):
     """Sixty rows were one step that saw each row eleven times."""
-    assert summary(chosen(rows_of(60))) == (4, False, 128, 0.1, 3)
+    assert summary(chosen(rows_of(60))) == (4, False, 128, 0.1, 5)
     assert summary(chosen(rows_of(600))) == (4, True, 256, 0.0833, 3)
     assert summary(chosen(rows_of(6000))) == (4, True, 512, 0.02, 2)
     many = chosen(rows_of(100_000, mean=400))
@@ -105,6 +105,22 @@ def test_an_epoch_has_enough_steps_and_no_step_sees_a_row_twice(here, kind, coun
     assert length.tokens <= max(65_536 * 1.3, ranks * 4096)
     assert 1 <= recipe.schedule.warmup_steps <= max(1, length.steps // 10)
     assert recipe.evaluation.every_steps <= steps + 1
+
+
+def test_rows_that_fill_a_sequence_each_are_not_packed(here):
+    """They were called packed, and counted as sequences."""
+    recipe = chosen(Rows(np.full(60, 50)))
+    assert not recipe.data.packing
+    assert recipe.data.sequence_length == 64
+
+
+def test_the_rows_that_are_held_out_are_counted(here):
+    hashes = np.linspace(0, 2**64 - 1, 61, dtype=np.float64)[:60].astype(np.uint64)
+    rows = Rows(rows_of(60).lengths, hashes)
+    recipe = chosen(rows)
+    held = int((hashes < np.uint64(int(0.1 * 2.0**64))).sum())
+    assert run_length(recipe, rows).samples == 60 - held
+    assert recipe.evaluation.every_steps == -(-(60 - held) // 4)
 
 
 def test_what_the_recipe_gives_is_obeyed(here):
