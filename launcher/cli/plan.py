@@ -191,6 +191,11 @@ def _report(
             result = search.search_configurations(recipe, machine, keep_written=True)
     with progress("tracing a step"):
         planned = plan.make_plan(recipe, machine)
+    if isinstance(rows, sizes.Rows):
+        try:
+            sizes.check_repeats(recipe, sizes.run_length(recipe, rows).samples)
+        except RecipeError as error:
+            notes = [*notes, f"training refuses it: {error}"]
     planned = dataclasses.replace(planned, notes=(*notes, *planned.notes))
     if measure_fastest:
         with progress("measuring the configurations that should be fastest") as show:
@@ -201,8 +206,6 @@ def _report(
             (verified,) = measurement.measure_recipes([overrides], ranks=machine.ranks, gpus=gpus)
     length = None
     if isinstance(rows, sizes.Rows) and recipe.model.builder is None:
-        if recipe.batch.global_batch_size > 1.1 * sizes.run_length(recipe, rows).samples:
-            sizes.check_repeats(recipe, sizes.run_length(recipe, rows).samples)  # as the start does
         run, shapes = (
             sizes.run_length(recipe, rows),
             profile.profile_model(recipe, device=machine.device),

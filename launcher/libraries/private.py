@@ -127,6 +127,10 @@ NOTHING_ON_META = ("_no_grad_trunc_normal_", "orthogonal_", "sparse_")
 that their callers find them by. Without the first one a constructor's `trunc_normal_` is lost."""
 
 
+COPIES = {torch.ops.aten.clone.default, torch.ops.aten._to_copy.default}
+"""Operators whose result has the values of their input, as in `copy.deepcopy` and `Module.half`."""
+
+
 class PlainDispatch:
     """Comes before `TorchDispatchMode` among the bases of a mode whose calls torch shall not wrap
     (torch 2.13). The wrapper keeps torch.compile out of the mode, which takes as long as the mode.

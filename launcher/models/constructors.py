@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from launcher.errors import RecipeError, first_line, line_of
 from launcher.libraries.private import (
+    COPIES,
     NOTHING_ON_META,
     OpOverload,
     PlainDispatch,
@@ -37,10 +38,6 @@ _OVERWRITES = {
     *(_aten.fill_.Scalar, _aten.copy_.default),
 }
 """Operations after which nothing is left of the values before."""
-
-
-_COPIES = {_aten.clone.default, _aten._to_copy.default}
-"""Operations whose result has the values of their input, as in `copy.deepcopy` and `Module.half`."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,7 @@ class Draws(PlainDispatch, TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(source, torch.Tensor) and source.is_meta:
             if storage_id(source.untyped_storage()) == storage_id(storage):  # a view
                 return
-            if func in _COPIES:
+            if func in COPIES:
                 self._of[storage_id(storage)] = [*self.of(source)]
                 self._storages.append(storage)
                 return

@@ -248,7 +248,8 @@ def test_a_split_is_for_recipes_without_validation(folder):
     assert load("data.validation_split=0.1").recipe.data.validation_split == 0.1
     both = load("data.validation_split=0.1", "data.validation=[data.txt]")
     assert both.recipe.data.validation_split is None
-    assert both.origins.of(("data", "validation_split")) == "default"
+    why = "null, because data.validation is given"
+    assert both.origins.of(("data", "validation_split")) == why
 
 
 def test_suggestions_can_be_typed_as_they_stand(tmp_path, monkeypatch):
