@@ -162,6 +162,8 @@ def rows_here(recipe: Recipe) -> Rows | str:
     from the first rows. Or why they are not known."""
     if (why := why_not_counted(recipe)) is not None:
         return why
+    before = logging.root.manager.disable
+    logging.disable(logging.INFO)  # the command's output may be JSON
     try:
         found = [
             (
@@ -190,6 +192,8 @@ def rows_here(recipe: Recipe) -> Rows | str:
         return Rows(np.concatenate(lengths), scale=max(1.0, size / max(1, read)))
     except (RecipeError, OSError) as error:
         return f"the data or its tokenizer is not here ({first_line(error)})"
+    finally:
+        logging.disable(before)
 
 
 def _texts(data: schema.Data) -> int:
