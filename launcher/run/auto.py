@@ -70,7 +70,7 @@ batch."""
 SECONDS = 300
 """Time limit of the choice."""
 LONG = 300.0
-"""Seconds of a run from which on what is faster is said."""
+"""Seconds of a run that is long enough to suggest what is faster."""
 OWN_CONTEXT = 2**30
 """Bytes of a GPU that the CUDA context and communicators of this process hold. An estimate. A plan
 includes them in the memory needed, so they must also be included in the memory available."""
@@ -597,8 +597,8 @@ def faster_text(
         profile = profile_model(adapters, device="cpu")
         shorter = seconds_of_steps(adapters, tokens, profile, machine)
         if shorter < 0.8 * seconds:
-            time_text = seconds_as_text(steps * shorter)
-            return f"; with lora='{{rank: 16, alpha: 32}}' about {time_text}"
+            duration = seconds_as_text(steps * shorter)
+            return f"; with lora='{{rank: 16, alpha: 32}}' about {duration}"
     return ""
 
 

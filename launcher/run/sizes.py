@@ -43,19 +43,23 @@ from launcher.reliability.run_directory import RunFolder
 
 logger = logging.getLogger(__name__)
 
-FEW = 20
-"""Of fewer rows none is held out."""
-HELD_OUT = (0.1, 50, 0.02, 2000)
-"""Rows that are held out: at most this share of them, of few rows so many, else this share, and at
-most so many."""
-ROWS_PER_STEP = (4, 64)
-"""The least and the most rows of a step."""
+FEWEST_TO_SPLIT = 20
+"""No row is held out if there are fewer rows."""
+LARGEST_HELD_OUT_SHARE = 0.1
+"""The largest share of the rows that is held out."""
+HELD_OUT_SHARE = 0.02
+"""The share of the rows that is held out if that is between the two numbers below."""
+FEWEST_HELD_OUT = 50
+MOST_HELD_OUT = 2000
+FEWEST_ROWS_OF_STEP = 4
+MOST_ROWS_OF_STEP = 64
 TOKENS_PER_STEP = 65_536
 """The most tokens of a step."""
 EPOCHS = ((200, 5), (2_000, 3), (20_000, 2))
 """Passes over fewer training rows than so many; one over more."""
-SHARE_OF_WARMUP, MOST_WARMUP = 0.05, 100
-"""Share of a run's steps in which the learning rate rises, and the most such steps."""
+WARMUP_SHARE = 0.05
+"""Share of a run's steps in which the learning rate rises."""
+MOST_WARMUP_STEPS = 100
 LONGEST = 4096
 """The most tokens of a sequence."""
 TEXT_ROW = 256
@@ -213,7 +217,10 @@ def resolve_sizes(
         return recipe
     earlier = from_rank_0(recorded_recipe(run, start) if ranks.rank == 0 else {}, ranks.group)
     if earlier:
-        return with_recorded(recipe, earlier)
+        resumed = with_recorded(recipe, earlier)
+        if ranks.rank == 0:  # the start wrote `auto`
+            _write(resumed, run)
+        return resumed
     why, answer = why_not_counted(recipe), None
     if ranks.rank == 0:
         rows = why or count_rows(recipe, build=build)
@@ -241,10 +248,14 @@ def _answer(
         )
     except RecipeError as error:
         return error
-    run.check()
-    replace_text(run.path / "recipe.yaml", to_yaml(chosen), durable=True)
+    _write(chosen, run)
     logger.info(choices_text(rows, choices))
     return chosen
+
+
+def _write(recipe: Recipe, run: RunFolder) -> None:
+    run.check()
+    replace_text(run.path / "recipe.yaml", to_yaml(recipe), durable=True)
 
 
 def may_unpack(loaded: LoadedRecipe) -> bool:
@@ -388,7 +399,7 @@ def _choices(
         train = rows.trained(share, None if cuts else most)
     mean = tokens / count
     wanted = 2 ** round(math.log2(math.sqrt(train) / 2))
-    wanted = min(max(wanted, ROWS_PER_STEP[0]), ROWS_PER_STEP[1])
+    wanted = min(max(wanted, FEWEST_ROWS_OF_STEP), MOST_ROWS_OF_STEP)
     wanted = max(groups, min(wanted, round(TOKENS_PER_STEP / mean)))
     length, packed = most, data.packing and data.batch_unit == "sequences"
     longest = int(lengths.max()) if not cuts else min(most, int(lengths.max()))
@@ -432,8 +443,8 @@ def _choices(
     steps = max(1, math.ceil(samples / batch))
     whole = recipe.run.max_steps or steps * (epochs or 1)
     if "schedule.warmup_steps" in auto:
-        warmup = min(MOST_WARMUP, math.ceil(SHARE_OF_WARMUP * whole))
-        yield "schedule.warmup_steps", warmup, f"{SHARE_OF_WARMUP:.0%} of about {whole:,} steps"
+        warmup = min(MOST_WARMUP_STEPS, math.ceil(WARMUP_SHARE * whole))
+        yield "schedule.warmup_steps", warmup, f"{WARMUP_SHARE:.0%} of about {whole:,} steps"
     for section, limit in (("evaluation", 100), ("checkpoint", 200)):
         if f"{section}.every_steps" in auto:
             every = min(limit, steps)
@@ -449,10 +460,10 @@ def _unit(recipe: Recipe) -> str:
 
 def _held_out(rows: int) -> tuple[float, str]:
     """The share of rows that is held out, and why."""
-    share, few, other, most = HELD_OUT
-    if rows < FEW:
+    if rows < FEWEST_TO_SPLIT:
         return 0.0, f"{rows} rows are too few to hold some out; give data.validation for a score"
-    held = min(share * rows, max(few, min(other * rows, most)))
+    held = max(FEWEST_HELD_OUT, min(HELD_OUT_SHARE * rows, MOST_HELD_OUT))
+    held = min(held, LARGEST_HELD_OUT_SHARE * rows)
     return round(held / rows, 4), f"about {round(held):,} of {rows:,} rows, for evaluation"
 
 

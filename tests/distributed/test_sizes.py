@@ -19,7 +19,7 @@ MODEL = [
     "data.tokenizer=bytes",
     "data.workers=0",
     "run.device=cpu",
-    "strategy={kind: fsdp, mixed_precision: null}",
+    "strategy={kind: ddp, mixed_precision: null}",
     "batch.micro_batch_size=1",
 ]
 
@@ -48,7 +48,9 @@ def test_sizes_are_chosen_and_a_resume_on_other_ranks_keeps_them(folder):
     steps = read_lines(folder / "runs/sft/metrics.jsonl")[-1]["step"]
     printed = start(folder, 3, "run.epochs=6").check().output
     assert "auto: for 60 rows" not in printed
-    resumed = yaml.safe_load((folder / "runs/sft/recipe.yaml").read_text())
+    text = (folder / "runs/sft/recipe.yaml").read_text()
+    assert "learning_rate: auto" not in text
+    resumed = yaml.safe_load(text)
     assert resumed["batch"]["global_batch_size"] == 4, "3 ranks alone would have had 3 or 6"
     assert resumed["data"] | {"date": None} == recipe["data"] | {"date": None}
     assert read_lines(folder / "runs/sft/metrics.jsonl")[-1]["step"] > steps
