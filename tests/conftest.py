@@ -1,4 +1,4 @@
-"""Fixtures for all tests: unchanged environment variables, a temporary cache, logged messages.
+"""Fixtures for all tests: unchanged environment variables and logging, a temporary cache.
 
 Also time limits for tests, the logs of failed runs, and a check for processes left behind.
 """
@@ -49,6 +49,16 @@ def _same_random_numbers():
     for name, seed in {"numpy": "random.seed", "torch": "manual_seed"}.items():
         if name in sys.modules:
             operator.attrgetter(seed)(sys.modules[name])(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_logging():
+    """A command in this process may configure the launcher's log messages."""
+    logger = logging.getLogger("launcher")
+    handlers, level = list(logger.handlers), logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -20,7 +20,7 @@ from launcher import __version__
 from launcher.checkpoint.resume import choose_resume
 from launcher.cli.app import Overrides, flag, option
 from launcher.cli.sweep import Sweep, combinations, labels, take_sweep
-from launcher.console import working
+from launcher.console import configure_logging, working
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, EXIT_STOPPED, EXIT_USAGE, RecipeError
 from launcher.planner.formatting import as_text
 from launcher.recipe.find import shown_path
@@ -95,6 +95,7 @@ def submit(
       launcher submit recipe=sft model.path=Qwen/Qwen3-0.6B data.train='my/data/*.jsonl' nodes=2 gpus=8 time=12:00:00 gpu=h100
       launcher submit recipe=quickstart cpus=4 sweep.optimizer.learning_rate=1e-4,3e-4 throttle=2
     """
+    configure_logging(stream="stderr")  # the script may be all that is wanted of the output
     overrides, sweep = sort_arguments(overrides)
     if throttle is not None and not sweep:
         raise RecipeError("command line: throttle: needs a sweep, whose runs it limits")

@@ -6,7 +6,6 @@ The tests in tests/slurm use a real cluster.
 import contextlib
 import io
 import json
-import logging
 import os
 import re
 import shlex
@@ -341,7 +340,6 @@ _PAGES = ("README.md", "docs/slurm.md", "docs/tutorials/slurm.md", "docs/contain
 
 def test_documented_submit_commands_work(tmp_path, monkeypatch, capsys):
     """tests/slurm runs similar commands on a cluster."""
-    monkeypatch.setattr(logging.root, "handlers", [])  # of other tests
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my/data").mkdir(parents=True)
     (tmp_path / "my/data/chat.jsonl").write_text('{"prompt": "1 + 1?", "response": "2"}\n')
@@ -365,7 +363,6 @@ def test_plan_is_computed_in_another_process(folder, monkeypatch, capsys):
             status = launcher(words[3:])
         return types.SimpleNamespace(returncode=status, stdout=printed.getvalue())
 
-    monkeypatch.setattr(logging.root, "handlers", [])  # of other tests
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(command.subprocess, "run", run)
     words = ["recipe=x.yaml", "nodes=2", "gpus_per_node=4", "gpu=h100", "gpu_memory=1MiB"]
