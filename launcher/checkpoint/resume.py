@@ -162,7 +162,9 @@ def _check_averages(path: Path, before: Mapping[str, Any], now: Mapping[str, Any
 
 
 def _refusal(what: str, changes: list[str], suggestion: str) -> RecipeError:
-    return RecipeError([what, *(f"  {line}" for line in changes), f"{suggestion}; {_OTHERWISE}"])
+    resumes = "to resume with the changes, after as many samples as were trained"
+    last = f"{suggestion}; {_OTHERWISE} {resumes}"
+    return RecipeError([what, *(f"  {line}" for line in changes), last])
 
 
 def data_changes(before: Json, now: Json) -> Iterator[str]:

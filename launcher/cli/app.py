@@ -168,6 +168,9 @@ class Command(TyperCommand):
             usage = " ".join(map(_metavar, alone))
             return f"give it without {name}=: launcher {self.name} {usage}"
         what = f"not an option of launcher {self.name}"
+        inside = [".".join(path) for path in keys() if path[0] == name and path[1:]]
+        if inside and name in sections:
+            return f"{what}; give keys of the recipe, such as {inside[0]}=VALUE"
         near = closest(name, [*options, *sections])
         if sections and near is None and (key := closest(name, _names_of_keys(), similar=0.85)):
             return f"{what}; {answer(key)}"

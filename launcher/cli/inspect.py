@@ -61,16 +61,15 @@ def inspect(
         print_own_page(recipe, set, samples=samples, html=out)
         return EXIT_DONE
     rows = sizes.rows_here(recipe)
-    recipe, choices = sizes.choose_sizes(
-        recipe, rows, ranks=nodes * (gpus or 1), may_unpack=sizes.may_unpack(loaded)
-    )
+    recipe, choices = sizes.choose_sizes(recipe, rows, ranks=nodes * (gpus or 1))
     sets = _sets_of(recipe.data, set)
     most = 600 if tokens is None else tokens
     print_page(recipe, set, sets, samples=samples, tokens=most, html=out)
     if choices:
         print(sizes.choices_text(rows, choices))
     if isinstance(rows, sizes.Rows):
-        print(sizes.run_length(recipe, rows).text())
+        # The time depends on the model and the machine, which only a plan looks at
+        print(f"{sizes.run_length(recipe, rows).text()}; launcher plan says how long they take")
     return EXIT_DONE
 
 

@@ -158,7 +158,7 @@ def new(
     with working("counting the rows"):
         planned, note = plannable(draft)
         rows = sizes.rows_here(planned)
-        _, choices = sizes.choose_sizes(planned, rows, ranks=machine.ranks, may_unpack=True)
+        _, choices = sizes.choose_sizes(planned, rows, ranks=machine.ranks)
         chosen = {choice[0].partition("=")[0]: choice for choice in choices}
         wanted = replace(wanted, choices=chosen)
     with working("searching for the fastest configuration that fits"):
@@ -289,10 +289,14 @@ class Wanted:
         """The recipe as YAML, with the configuration of `best`; None: one that every model has."""
         on_cpu = machine.device == "cpu"
         section = _METHODS[self.method]
-        name = re.sub(r"\W+", "_", Path(self.model).name.lower()).strip("_") or "model"
+        model, data = (
+            re.sub(r"\W+", "_", name.lower()).strip("_")
+            for name in (Path(self.model).name, Path(self.data).name.split(".")[0])
+        )
+        name = "_".join(filter(None, [model or "model", self.method, data]))
         micro = 1 if best is None else best.batch.micro_batch_size
         lines = [
-            *("run:", f"  name: {name}_{self.method}", f"  {self._size('run.epochs')}"),
+            *("run:", f"  name: {name}", f"  {self._size('run.epochs')}"),
             *(["  device: cpu"] if on_cpu else ()),
             *("model:", f"  path: {_scalar(self.model)}"),
             *(["  compile: auto  # torch.compile on GPUs"] if best and best.model.compile else ()),
@@ -385,10 +389,11 @@ def _header(
     yield f"#   {start}"
     if best.offloads:
         yield f"# A node needs {bytes_as_text(best.plan.host.total)} of host memory by plan."
-    rank = "A rank" if machine.device == "cpu" else "A GPU"
-    yield (
-        f"# {rank} needs {bytes_as_text(best.plan.needed)} of {bytes_as_text(machine.memory)} by plan, "
-        "which is not measured: " + speed_text(best.tokens_per_second, best.tokens_per_second_range)
+    on_cpu = machine.device == "cpu"  # whose speed is only assumed
+    needs = f"{bytes_as_text(best.plan.needed)} of {bytes_as_text(machine.memory)} by plan"
+    speed = speed_text(best.tokens_per_second, best.tokens_per_second_range)
+    yield f"# {'A rank' if on_cpu else 'A GPU'} needs {needs}, which is not measured" + (
+        "" if on_cpu else f": {speed}"
     )
     yield f"# {long}"
     others = [
@@ -400,8 +405,8 @@ def _header(
         yield "# What else fits, with the words to add to the command:"
     for other in others:
         words = shlex.join(overrides_between(best.recipe, other.recipe))
-        speed = two_digits(other.tokens_per_second)
-        yield f"#   {bytes_as_text(other.plan.needed)}, {speed} tokens/s: {words}"
+        speed = "" if on_cpu else f", {two_digits(other.tokens_per_second)} tokens/s"
+        yield f"#   {bytes_as_text(other.plan.needed)}{speed}: {words}"
     if note:
         yield f"# {note}"
 

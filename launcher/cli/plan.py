@@ -167,9 +167,7 @@ def _report(
         notes = [*notes, known] if known else notes
     with progress("counting the rows"):
         rows = sizes.rows_here(recipe)
-    recipe, choices = sizes.choose_sizes(
-        recipe, rows, ranks=machine.ranks, may_unpack=sizes.may_unpack(loaded)
-    )
+    recipe, choices = sizes.choose_sizes(recipe, rows, ranks=machine.ranks)
     overrides = [*overrides, *(override for override, _ in choices)]
     chosen_sizes = sizes.choices_text(rows, choices).splitlines() if choices else []
     if recipe.model.compile == "auto":

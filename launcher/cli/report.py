@@ -96,9 +96,13 @@ def report(
         list[Path],
         typer.Argument(metavar="RUN_DIR", help="Folders of runs, or folders that hold several."),
     ],
-    out: Annotated[Path, option("The page.", "FILE")] = Path("report.html"),
+    out: Annotated[
+        Path | None, option("The page. By default RUN_DIR/report.html, or ./report.html.", "FILE")
+    ] = None,
 ) -> int:
     """Write one or several runs as an HTML page that needs no network.
+
+    The page of one run is RUN_DIR/report.html, that of several runs ./report.html.
 
     \b
     Example:
@@ -106,6 +110,8 @@ def report(
       launcher report runs/one runs/two out=report.html
     """
     paths = list(dict.fromkeys(path for folder in folders for path in find_runs(folder)))
+    if out is None:  # a page of several runs belongs to none of them
+        out = (paths[0] if len(paths) == 1 else Path()) / "report.html"
     make_parent_of_file(out, "out")
     names = [path.resolve().name for path in paths]
     names = [n if names.count(n) == 1 else str(path) for n, path in zip(names, paths, strict=True)]

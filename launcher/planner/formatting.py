@@ -6,6 +6,7 @@ import shlex
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from launcher.console import aligned, bytes_as_text, two_digits
 from launcher.data.batching import accumulation_steps
@@ -14,6 +15,9 @@ from launcher.planner.memory import OVER, UNDER, Moment
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
+
+if TYPE_CHECKING:
+    from launcher.planner.candidates import Configuration
 
 NAMES = {
     "parameters": "parameters",
@@ -127,6 +131,17 @@ def speed_text(tokens_per_second: float, limits: Sequence[float]) -> str:
     """`about 5,800 tokens/s (4,900 to 6,700)`: a predicted speed and its range."""
     low, high = map(two_digits, limits)
     return f"about {two_digits(tokens_per_second)} tokens/s ({low} to {high})"
+
+
+def needs_text(configuration: Configuration, memory: int | None, device: str) -> str:
+    """`54 GiB of 80 GiB a rank, about 5,800 tokens/s (4,900 to 6,700)`. Without the speed on CPUs,
+    where a plan assumes one: `seconds_of_steps` measures it."""
+    of = "" if memory is None else f" of {bytes_as_text(memory)}"
+    text = f"{bytes_as_text(configuration.plan.needed)}{of} a rank"
+    if device == "cpu":
+        return text
+    speed = speed_text(configuration.tokens_per_second, configuration.tokens_per_second_range)
+    return f"{text}, {speed}"
 
 
 def as_text(plan: Json, columns: int | None = None) -> Iterator[str]:
@@ -269,8 +284,10 @@ def _configurations(plan: Json, columns: int | None) -> Iterator[str]:
         if row["fits"] is not False and row["overrides"] and not row["as_written"]:
             others.append(f"{_number(n, best)}  {shlex.join(row['overrides'])}")
     yield from _table([*configuration_cells(plan)], columns)
-    what = f"{search['steps']:,} steps" if search["steps"] else "a billion tokens"
-    yield from ("", f"Training time of {what}, predicted", *times)
+    # Where the rows are counted, the length of the run is said at the end
+    if plan["machine"]["device"] == "cuda" and (search["steps"] or plan.get("length") is None):
+        what = f"{search['steps']:,} steps" if search["steps"] else "a billion tokens"
+        yield from ("", f"Training time of {what}, predicted", *times)
     if others:
         yield from ("", "To take one, add to the command:", *others)
     if best is None and plan["fits"] is False:
@@ -280,8 +297,9 @@ def _configurations(plan: Json, columns: int | None) -> Iterator[str]:
 
 
 def configuration_cells(plan: Json) -> Iterator[list[str]]:
-    """The table of the configurations of a plan with a search. The first row has the titles."""
-    search = plan["search"]
+    """The table of the configurations of a plan with a search. The first row has the titles. Of CPUs,
+    whose speed a plan assumes, it has only the ratios of speeds."""
+    search, on_gpus = plan["search"], plan["machine"]["device"] == "cuda"
     rows, best, cells = search["configurations"], search["best"], []
     speeds = [row["tokens_per_second"] for row in rows]
     whole = max(speeds) if best is None else speeds[best]
@@ -299,9 +317,11 @@ def configuration_cells(plan: Json) -> Iterator[list[str]]:
             remarks.append("gradients less exact, never chosen by auto")
         if not row["speed_measured"]:
             remarks.append("speed not measured")
-        numbers = bytes_as_text(row["needed"]), two_digits(speed), f"{speed / whole:.0%}"
-        cells.append([*numbers, ", ".join(remarks)])
-    yield from _named(rows, best, ["peak", "tokens/s", "speed", ""], cells)
+        rate = [two_digits(speed)] if on_gpus else []
+        share = f"{speed / whole:.0%}"
+        cells.append([bytes_as_text(row["needed"]), *rate, share, ", ".join(remarks)])
+    titles = ["peak", *(["tokens/s"] if on_gpus else []), "speed", ""]
+    yield from _named(rows, best, titles, cells)
 
 
 def _named(

@@ -153,6 +153,7 @@ def load_recipe(
     problems = [problem for problem in refused if problem is not None]
     _replace_alternatives(plain, origins)
     _yield_auto(plain)
+    _open_rate_of_adapters(plain)
     problems += _interpolate(plain, origins)
     problems += _complete(plain, origins, hub=hub)
     problems += _decide_packing(plain, origins, hub=hub)
@@ -286,6 +287,14 @@ def _yield_auto(plain: dict[str, Any]) -> None:
         given = any(_value(plain, tuple(other.split("."))) not in (None, False) for other in others)
         if given and _value(plain, path) == "auto":
             del _get(plain, path[:-1])[path[-1]]
+
+
+def _open_rate_of_adapters(plain: dict[str, Any]) -> None:
+    """The default rate is one for all weights; adapters learn next to nothing with it."""
+    if not isinstance(plain.get("lora"), dict):
+        return
+    if isinstance(optimizer := plain.setdefault("optimizer", {}), dict):
+        optimizer.setdefault("learning_rate", "auto")
 
 
 def _joined_key(value: object) -> str | None:
@@ -513,7 +522,9 @@ def _decide_packing(plain: dict[str, Any], origins: Origins, *, hub: bool) -> It
         return
     given, task = data.get("packing", "auto"), model.get("task", "causal_lm")
     if given == "auto":
-        data["packing"] = True
+        # Where the batch follows from the rows, packing does: a full sequence may be a whole step
+        batch = _value(plain, ("batch", "global_batch_size"))
+        data["packing"] = "auto" if batch == "auto" else True
     elif given is not True:
         return
     why = None

@@ -46,10 +46,6 @@ DEFAULT_RUN_DIR = "runs/${run.name}"
 _NullIsText = BeforeValidator(
     lambda kind: "text" if kind is None else kind, json_schema_input_type=DataKind | None
 )
-_AutoIsTrue = BeforeValidator(
-    lambda value: True if value == "auto" else value,
-    json_schema_input_type=StrictBool | Literal["auto"],
-)
 
 
 _ZeroIsNull = BeforeValidator(
@@ -228,11 +224,12 @@ class Data(Section):
     sequence_length: Annotated[PositiveInt, Field(ge=2), auto(2048)] = 2048
     """Tokens of a sequence. For kinds preference and unpaired, of a prompt with one answer. auto: as
     many as the longest row needs, and at most 4,096."""
-    packing: Annotated[StrictBool, _AutoIsTrue] = True
+    packing: Annotated[StrictBool, auto(True)] = True
     """Fill sequences with several documents, which are kept apart: in attention, positions and
     recurrent layers. For kinds preference and unpaired, the pairs or answers of a step share
     sequences. auto, the same as not given: true, but false if the model cannot keep documents
-    apart; the start then gives the reason. true: an error for such a model."""
+    apart, or, with batch.global_batch_size: auto, if a step of so few rows has fewer tokens than
+    full sequences; the start then gives the reason. true: an error for such a model."""
     repeat_in_step: StrictBool = False
     """true: a step may see a row twice, where the batch is larger than the data. false: an error."""
     shuffle: StrictBool = True
@@ -567,7 +564,8 @@ class Optimizer(Section):
     its learning rate is relative to the root mean square of a parameter. muon: Jordan et al., 2024,
     for the matrices of the blocks; adamw for the rest, with the same learning rate."""
     learning_rate: Annotated[NonNegativeFloat, auto(1.0e-5)] = 2.0e-5
-    """Peak learning rate. auto: by the width of the model; for adapters more."""
+    """Peak learning rate. auto, which is the default with a section lora: by the width of the model;
+    for adapters more."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """adamw, muon: decay rates of adamw's two moments."""
     eps: PositiveFloat = 1.0e-8

@@ -64,12 +64,12 @@ class AutoFloat(float):
 
 def auto(value: int | float) -> WrapValidator:
     """Accepts `auto`, which stands for `value` until it is chosen."""
+    kind = type(value)
     stands_for = AutoInt(value) if isinstance(value, int) else AutoFloat(value)
 
     def read(given: Any, check: Callable[[Any], Any]) -> Any:
         return stands_for if given == "auto" else check(given)
 
-    kind = type(value)
     return WrapValidator(read, json_schema_input_type=kind | Literal["auto"])
 
 

@@ -103,7 +103,7 @@ def open_sizes(recipe: Recipe) -> list[str]:
 def with_recorded(recipe: Recipe, earlier: Mapping[str, Any]) -> Recipe:
     """The recipe with the sizes of another, given as plain values, in place of those that are
     `auto`."""
-    for key in (*open_sizes(recipe), "data.packing"):
+    for key in open_sizes(recipe):
         section, name = key.split(".")
         if name in earlier.get(section, {}):
             recipe = with_value(recipe, key, earlier[section][name])

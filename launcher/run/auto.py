@@ -26,7 +26,7 @@ from launcher.errors import RecipeError, TrainingError
 from launcher.files import replace_text
 from launcher.planner.candidates import Configuration, overrides_between
 from launcher.planner.fastest import measured_choice
-from launcher.planner.formatting import batch_text, speed_text, strategy_text
+from launcher.planner.formatting import batch_text, needs_text, strategy_text
 from launcher.planner.machine import Machine, known_machine
 from launcher.planner.memory import Plan
 from launcher.planner.plan import estimated_plan
@@ -466,13 +466,11 @@ def choose(
         return None
     if machine.device == "cpu" and best.seconds.total > SLOW_STEP:
         after += _slow_step_text(best)
-    of = "" if machine.memory is None else f" of {bytes_as_text(machine.memory)}"
     if best.plan.has_room is False:
         after = f"; slow, because less than {bytes_as_text(best.plan.room)} are to spare{after}"
     why = (
         f"{strategy_text(best.recipe, machine.ranks)}; {batch_text(best.recipe, machine.ranks)}. "
-        f"The fastest that fits: by plan {bytes_as_text(best.plan.needed)}{of} a rank, "
-        f"{speed_text(best.tokens_per_second, best.tokens_per_second_range)}{after}"
+        f"The fastest that fits: by plan {needs_text(best, machine.memory, machine.device)}{after}"
     )
     return best.recipe, best.overrides, why
 

@@ -416,7 +416,10 @@ class Reporter:
             logger.info("  the last evaluations were not better (evaluation.stop_after)")
         if state == "stopped":
             nothing = "nothing was saved (checkpoint.every_steps: null)"
-            saved = "start it again to resume" if kept == step else nothing
+            again = "start it again to resume"
+            if step == self._steps:
+                again = "all its steps are done; start it again to finish it"
+            saved = again if kept == step else nothing
             logger.info(f"  stopped by {reason}; {saved}")
         path, recipe = folder.path, shlex.quote(f"{folder.path}/recipe.yaml")
         more = "to resume with more run.max_steps, or on another number of GPUs"

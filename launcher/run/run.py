@@ -258,7 +258,7 @@ class TrainingRun:
         if open_sizes(loaded.recipe):
             self._progress.heartbeat("data")
         sized = resolve_sizes(
-            loaded, start=start, ranks=ranks, run=run, build=rank.environment.local_rank == 0
+            loaded.recipe, start=start, ranks=ranks, run=run, build=rank.environment.local_rank == 0
         )
         recipe = resolve_auto(sized, machine, start=start, ranks=ranks, run=run)
         self._recipe = recipe

@@ -35,7 +35,7 @@ from launcher.recipe import schema
 from launcher.recipe.combinations import value_of
 from launcher.recipe.hub import config_file
 from launcher.recipe.layouts import KINDS
-from launcher.recipe.load import LoadedRecipe, to_yaml
+from launcher.recipe.load import to_yaml
 from launcher.recipe.model_config import of_text
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_sizes, with_recorded, with_value
@@ -205,14 +205,13 @@ def _texts(data: schema.Data) -> int:
 
 
 def resolve_sizes(
-    loaded: LoadedRecipe, *, start: Start, ranks: RankLayout, run: RunFolder, build: bool
+    recipe: Recipe, *, start: Start, ranks: RankLayout, run: RunFolder, build: bool
 ) -> Recipe:
     """The recipe with rank 0's choice in place of each size that is `auto`; every rank must call
     this. A resumed run keeps the sizes of its checkpoint. Writes the recipe to RUN_DIR/recipe.yaml.
 
     build: tokenize what is not cached (one process of a node). Raises RecipeError.
     """
-    recipe = loaded.recipe
     if not open_sizes(recipe):
         return recipe
     earlier = from_rank_0(recorded_recipe(run, start) if ranks.rank == 0 else {}, ranks.group)
@@ -224,7 +223,7 @@ def resolve_sizes(
     why, answer = why_not_counted(recipe), None
     if ranks.rank == 0:
         rows = why or count_rows(recipe, build=build)
-        answer = _answer(loaded, rows, ranks=ranks.size, run=run)
+        answer = _answer(recipe, rows, ranks=ranks.size, run=run)
     elif why is None:  # wait until the rows are tokenized, which may take longer than a collective
         for _ in _stores(recipe, build=build):
             pass
@@ -233,19 +232,17 @@ def resolve_sizes(
         raise chosen
     assert chosen is not None
     # This rank's own folders, caches and loader processes, with rank 0's sizes
-    for key in (*open_sizes(recipe), "data.packing"):
+    for key in open_sizes(recipe):
         recipe = with_value(recipe, key, value_of(chosen, key))
     return recipe
 
 
 def _answer(
-    loaded: LoadedRecipe, rows: Rows | str, *, ranks: int, run: RunFolder
+    recipe: Recipe, rows: Rows | str, *, ranks: int, run: RunFolder
 ) -> Recipe | RecipeError:
     """The recipe with the sizes that are chosen, which is written and logged; or why none can be."""
     try:
-        chosen, choices = choose_sizes(
-            loaded.recipe, rows, ranks=ranks, may_unpack=may_unpack(loaded)
-        )
+        chosen, choices = choose_sizes(recipe, rows, ranks=ranks)
     except RecipeError as error:
         return error
     _write(chosen, run)
@@ -258,24 +255,19 @@ def _write(recipe: Recipe, run: RunFolder) -> None:
     replace_text(run.path / "recipe.yaml", to_yaml(recipe), durable=True)
 
 
-def may_unpack(loaded: LoadedRecipe) -> bool:
-    """Whether the recipe leaves it open whether rows are packed."""
-    return ("data", "packing") not in loaded.origins.places
-
-
-def choose_sizes(
-    recipe: Recipe, rows: Rows | str, *, ranks: int, may_unpack: bool
-) -> tuple[Recipe, list[Choice]]:
+def choose_sizes(recipe: Recipe, rows: Rows | str, *, ranks: int) -> tuple[Recipe, list[Choice]]:
     """Replaces each size that is `auto`. rows: a text: they are not known, and why; then each size is
-    what `auto` stands for. may_unpack: rows of small data are not packed.
+    what `auto` stands for.
 
     Raises RecipeError if there are fewer rows than ranks.
     """
     choices = []
-    for key, value, why in _choices(recipe, rows, ranks=ranks, may_unpack=may_unpack):
+    for key, value, why in _choices(recipe, rows, ranks=ranks):
         recipe = with_value(recipe, key, value)
         shown = "null" if value is None else str(value).lower()
         choices.append((f"{key}={shown}", why))
+    if "data.packing" in open_sizes(recipe):  # rows are packed, as usual
+        recipe = with_value(recipe, "data.packing", True)
     return recipe, choices
 
 
@@ -355,9 +347,7 @@ def _sequences(tokens: float, length: int) -> int:
     return max(1, math.ceil(tokens / (0.97 * length)))
 
 
-def _choices(
-    recipe: Recipe, rows: Rows | str, *, ranks: int, may_unpack: bool
-) -> Iterator[tuple[str, Any, str]]:
+def _choices(recipe: Recipe, rows: Rows | str, *, ranks: int) -> Iterator[tuple[str, Any, str]]:
     """Key, value and reason of each choice."""
     auto = set(open_sizes(recipe))
     groups = layout_sizes(recipe.strategy, ranks=ranks).data_parallel_size
@@ -365,7 +355,7 @@ def _choices(
         yield ("optimizer.learning_rate", *_learning_rate(recipe))
     if isinstance(rows, str):
         for key in open_sizes(recipe):
-            if key != "optimizer.learning_rate":
+            if key not in ("optimizer.learning_rate", "data.packing"):
                 value = value_of(recipe, key)
                 value = int(value) if isinstance(value, int) else float(value)
                 if key == "data.sequence_length":
@@ -410,7 +400,7 @@ def _choices(
             why = "so that a step has a sequence for each rank"
         length = max(2, length - length % recipe.strategy.context_parallel_size)
         yield "data.sequence_length", length, why
-    if packed and may_unpack and data.kind != "text":
+    if packed and "data.packing" in auto and data.kind != "text":
         what = None
         if wanted * mean < 2 * length * groups:
             step = round(wanted * mean)

@@ -276,7 +276,10 @@ def _batch(training: Training) -> Iterator[str]:
     yield f"plan: {', '.join(plans) or 'no evaluation and no checkpoints'}"
     warmup = warmup_steps(recipe.schedule, steps)
     if warmup >= steps:
-        more = ["schedule.warmup_steps=0", "more run.epochs", "a smaller batch.global_batch_size"]
+        shorter = "schedule.warmup_steps=0"
+        if recipe.schedule.warmup_ratio is not None:
+            shorter = "a smaller schedule.warmup_ratio"
+        more = [shorter, "more run.epochs", "a smaller batch.global_batch_size"]
         if recipe.data.packing and not recipe.data.joins_rows:
             more.append("data.packing=false, with one document a sequence")
         yield (

@@ -226,6 +226,10 @@ def test_export_takes_its_folder_by_name_or_by_place(folder, capsys):
             "learningrate=1: not an option of launcher train; did you mean optimizer.learning_rate?",
         ),
         (
+            ["train", "recipe=fsdp", "--model", "x"],
+            "--model: not an option of launcher train; give keys of the recipe, such as model.path=",
+        ),
+        (
             ["status", "a", "--loss"],
             "--loss: not an option of launcher status; launcher rows takes it",
         ),

@@ -95,7 +95,7 @@ def test_the_recipe_is_valid_and_fits_as_its_comments_say(here, capsys):
     (here / "my.yaml").write_text(text)
     assert main(["show", "recipe=my.yaml", "gpus=4"]) == 0
     recipe = load_recipe(["recipe=my.yaml"], ranks=4).recipe
-    assert (recipe.data.kind, recipe.run.name) == ("chat", "model_lora")
+    assert (recipe.data.kind, recipe.run.name) == ("chat", "model_lora_chat")
     assert recipe.lora is not None
     assert recipe.data.sequence_length == 2048
     assert f"# launcher new model=model {' '.join(words[:2])} gpu=h100" in text

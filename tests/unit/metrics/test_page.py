@@ -202,9 +202,10 @@ def hover(browser, title, share):
 
 
 def test_page_of_a_run(tmp_path, browser, capsys):
-    run, out = make_run(tmp_path / "a<b> & c", 50), tmp_path / "report.html"
+    run = make_run(tmp_path / "a<b> & c", 50)
+    out = run.path / "report.html"
     (run.log / "rank_0.log").write_text("x" * 20_000 + "\nthe last words\n")
-    assert main.main(["report", str(run.path), "--out", str(out)]) == 0
+    assert main.main(["report", str(run.path)]) == 0
     assert capsys.readouterr().out == f"{out}\n"
     command = f"launcher plan recipe={shlex.quote(f'{run.path}/recipe.yaml')} gpus="
     assert str(markupsafe.escape(command)) in out.read_text()

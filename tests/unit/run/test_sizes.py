@@ -8,6 +8,7 @@ import pytest
 
 from launcher.errors import RecipeError
 from launcher.recipe.load import load_recipe
+from launcher.recipe.section import AutoFloat
 from launcher.recipe.validate import open_sizes, with_recorded
 from launcher.recipe.yaml_text import to_yaml
 from launcher.run.sizes import (
@@ -15,7 +16,6 @@ from launcher.run.sizes import (
     check_repeats,
     choices_text,
     choose_sizes,
-    may_unpack,
     rows_here,
     run_length,
 )
@@ -56,7 +56,7 @@ def rows_of(count, mean=60, longest=None):
 
 def chosen(rows, *overrides, ranks=1):
     recipe = loaded(*overrides, ranks=ranks)
-    return choose_sizes(recipe.recipe, rows, ranks=ranks, may_unpack=may_unpack(recipe))[0]
+    return choose_sizes(recipe.recipe, rows, ranks=ranks)[0]
 
 
 def summary(recipe):
@@ -173,7 +173,7 @@ def test_without_rows_the_usual_sizes_count(here):
     recipe = loaded()
     assert open_sizes(recipe.recipe)
     assert to_yaml(recipe.recipe).count(": auto\n") >= 8
-    usual, choices = choose_sizes(recipe.recipe, "why", ranks=6, may_unpack=True)
+    usual, choices = choose_sizes(recipe.recipe, "why", ranks=6)
     assert summary(usual) == (36, True, 2048, 0.02, 2)
     assert choices_text("why", choices).startswith("auto: the usual sizes: why\n")
     assert "not here" in rows_here(recipe.recipe)  # there is no tokenizer
@@ -203,6 +203,28 @@ def test_a_resumed_run_keeps_its_sizes(here):
     resumed = with_recorded(loaded().recipe, values)
     assert not open_sizes(resumed)
     assert summary(resumed) == summary(earlier)
+    assert earlier.data.packing is False
+    packed = with_recorded(loaded("data.packing=true").recipe, values)
+    assert packed.data.packing  # the resume then refuses it
+
+
+def test_only_where_the_batch_is_open_rows_may_be_unpacked(here):
+    assert "data.packing" in open_sizes(loaded().recipe)
+    assert "data.packing" in open_sizes(loaded("data.packing=auto").recipe)
+    for given in ("batch.global_batch_size=8", "data.packing=true"):
+        assert "data.packing" not in open_sizes(loaded(given).recipe)
+    many = chosen(rows_of(60_000))
+    assert many.data.packing is True
+
+
+def test_the_rate_of_adapters_is_auto_where_none_is_given(folder):
+    def rate(*overrides):
+        words = ["recipe=x.yaml", *overrides]
+        return load_recipe(words, ranks=1, files=False).recipe.optimizer.learning_rate
+
+    assert type(rate()) is float
+    assert type(rate("lora.rank=8")) is AutoFloat
+    assert rate("lora.rank=8", "optimizer.learning_rate=1e-3") == 1e-3
 
 
 def test_a_step_that_sees_a_row_twice_is_refused(here):
