@@ -102,8 +102,12 @@ def worker(options: argparse.Namespace) -> None:
     optimizer = make_optimizer(module, Optimizer(learning_rate=1e-5))
     batch = torch.randn(options.rows, width, device=device)
 
+    savers: list[Checkpointer] = []
+
     def step() -> None:
         model(batch).square().mean().backward()
+        for saver in savers:
+            saver.wait_staged()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -124,11 +128,12 @@ def worker(options: argparse.Namespace) -> None:
     ranks = RankLayout(rank=rank, size=options.ranks, group=world, device=device)
     group = checkpoint_group(ranks)
     tensors = model_and_optimizer(module, optimizer)
-    settings: dict[str, Any] = {"group": group, "device": device, "optimizer": optimizer}
+    settings: dict[str, Any] = {"group": group, "device": device}
     synchronous = Checkpointer(
         folder / "synchronous", Checkpoint(asynchronous=False, keep_last=1), **settings
     )
     asynchronous = Checkpointer(folder / "asynchronous", Checkpoint(keep_last=1), **settings)
+    savers += [synchronous, asynchronous]
     number = 0
 
     def steps_timed(first: Callable[[], None]) -> tuple[float, float]:

@@ -132,8 +132,8 @@ for workers in (0, 2):
     started, cpu = time.perf_counter(), time.process_time()
     total = sum(1 for _ in loaded)
     found |= {f"rate {workers}": total / (time.perf_counter() - started), f"cpu {workers}": (time.process_time() - cpu) / total}
-pixels = first["tensors"]["tower"]["pixel_values"]
-found |= {"bytes": pixels.nbytes, "tokens": len(first["tensors"]["image_positions"])}
+pixels = first.micro_batch.inputs["tower"]["pixel_values"]
+found |= {"bytes": pixels.nbytes, "tokens": len(first.micro_batch.inputs["image_positions"])}
 print(json.dumps(found))
 """
 TOWERS: dict[str, dict[str, Any]] = {

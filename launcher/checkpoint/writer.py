@@ -126,10 +126,9 @@ class Checkpointer:
         *,
         group: dist.ProcessGroup,
         device: torch.device,
-        optimizer: torch.optim.Optimizer,
         before_write: Callable[[], None] = lambda: None,
     ) -> None:
-        """`group` was made by `checkpoint_group`. Steps of `optimizer` wait for copies. Rank 0
+        """`group` was made by `checkpoint_group`. Rank 0
         calls `before_write` before the scratch folder is made and before it becomes a checkpoint;
         if it raises, the save fails."""
         self.folder = folder
@@ -150,7 +149,6 @@ class Checkpointer:
         self._ended: list[Save] = []
         self._not_deleted: set[str] = set()
         """Names of old checkpoints that could not be deleted, which were reported."""
-        optimizer.register_step_pre_hook(lambda *_: self._wait_staged())
 
     def prepare(self, tensors: Tensors, *, local: Tensors) -> None:
         """Allocates the buffer for asynchronous saves of these tensors from a GPU, and page-locks it
@@ -201,8 +199,8 @@ class Checkpointer:
         save.thread.start()
         save.blocked = time.perf_counter() - started
 
-    def _wait_staged(self) -> None:
-        """Waits until the tensors are copied; called before each step of the optimizer."""
+    def wait_staged(self) -> None:
+        """Waits until the tensors are copied. Must be called before each step of the optimizer."""
         save = self._current
         if save is not None and not save.staged.is_set():
             started = time.perf_counter()

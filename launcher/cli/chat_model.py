@@ -45,7 +45,6 @@ from launcher.errors import RecipeError
 from launcher.models.build import text_config
 from launcher.models.hugging_face_files import end_ids
 from launcher.models.safetensors_files import ADAPTER_CONFIG
-from launcher.objectives.loss import model_inputs
 from launcher.recipe import schema
 from launcher.recipe.decode import shown
 from launcher.recipe.hub import model_folder
@@ -134,7 +133,7 @@ class ChatModel:
         if not len(ids):
             raise RecipeError("it is empty")
         document, piece = one_document(ids, images), (0, 0, len(ids))
-        return model_inputs(self._inputs.of_prompts(ids[None], document, [[piece]])["tensors"])
+        return dict(self._inputs.of_prompts(ids[None], document, [[piece]]).micro_batch.inputs)
 
     def answer(
         self, messages: list[Message], sampling: Sampling, write: Callable[[str], None]

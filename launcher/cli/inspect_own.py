@@ -12,6 +12,7 @@ import torch
 
 from launcher.cli.inspect_page import Page
 from launcher.data.batching import NO_SAMPLE
+from launcher.data.collation import raise_error
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.opening import make_order
 from launcher.errors import RecipeError, suggestion
@@ -54,10 +55,10 @@ def print_own_page(recipe: Recipe, name: str, *, samples: int, html: Path | None
         size = recipe.batch.micro_batch_size
         size = size if isinstance(size, int) else 1
         drawn = [index for index in map(order.sample, range(size)) if index != NO_SAMPLE]
-        collated = dataset.collate([dataset[index] for index in drawn])
-        targets = f"{collated['loss_tokens']:,} targets"
+        collated = raise_error(dataset.collate([dataset[index] for index in drawn]))
+        targets = f"{collated.loss_tokens:,} targets"
         page.part(["micro-batch", *several, f"{len(drawn):,} samples", targets])
-        for line, _ in describe(collated["tensors"]["batch"]):
+        for line, _ in describe(collated.micro_batch.extra["batch"]):
             page.line(line)
     page.totals({part: {"samples": f"{len(dataset):,}"} for part, dataset in sets.items()})
     if html is not None:

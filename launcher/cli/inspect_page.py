@@ -35,7 +35,7 @@ from launcher.data.token_store import store_rows
 from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
-from launcher.objectives.base import count_images
+from launcher.objectives.base import count_images, dataset_objective
 from launcher.objectives.make import make_objective
 from launcher.recipe.schema import Batch, Recipe
 from launcher.run.sizes import model_inputs
@@ -378,9 +378,9 @@ class Page:
             after = int(store.offsets[document + 1]) - end
             if before:
                 self._print(f"… {before:,} tokens of it come before these", "cyan")
-            loss = dataset.objective.marks(dataset, row, start, end)
+            loss = dataset_objective(dataset).marks(dataset, row, start, end)
             first = 0
-            for part, end_of_part in dataset.objective.parts(dataset, document):
+            for part, end_of_part in dataset_objective(dataset).parts(dataset, document):
                 last = min(end_of_part - before, end - start)
                 if part and shown + first < most:
                     self._print(f"{part}:", "cyan")
@@ -460,7 +460,7 @@ def _facts(dataset: SequenceDataset, *, padding: str) -> dict[str, str]:
     """The totals of a set. Empty text: not shown."""
     sequences, lengths = dataset.sequences, dataset.document_lengths
     tokens, with_loss = dataset.tokens, ""
-    if dataset.objective.shows_loss:
+    if dataset_objective(dataset).shows_loss:
         trained = sequences.targets
         with_loss = f"{trained:,}  ({trained / tokens:.1%})"
     images, lost_images = count_images(dataset)

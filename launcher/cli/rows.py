@@ -213,10 +213,11 @@ def _losses(
     import torch
 
     from launcher.checkpoint.export import open_checkpoint_weights, open_exported_weights
+    from launcher.data.collation import raise_error
     from launcher.data.loader import to_device
     from launcher.data.messages import RowError
-    from launcher.data.run_data import raise_error
     from launcher.models.images import use_images
+    from launcher.objectives.base import dataset_objective
     from launcher.objectives.make import make_objective
 
     refuse_code(recipe, run / "recipe.yaml", trust_run=trust_run)
@@ -256,9 +257,10 @@ def _losses(
                 raise RecipeError(f"{row.where}: {error}") from None
         collated = raise_error(dataset.collate([sample]))
         with torch.no_grad():
-            summed = float(dataset.objective.loss(model, to_device(collated["tensors"], device)))
-        weight = collated.get("loss_weight", collated["loss_tokens"])
-        losses.append(summed / weight if weight else math.nan)
+            summed = float(
+                dataset_objective(dataset).loss(model, to_device(collated.micro_batch, device))
+            )
+        losses.append(summed / collated.weight if collated.weight else math.nan)
     return losses
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,21 +11,63 @@ import numpy.typing as npt
 import torch
 
 from launcher.data.messages import Message, RowError
-from launcher.models.micro_batch import IGNORED, WHOLE_ROW, Masking, RowPart
+from launcher.errors import RecipeError
+from launcher.models.micro_batch import IGNORED, WHOLE_ROW, Masking, MicroBatch, RowPart
 from launcher.models.recurrent import documents_at
 
 Sample = dict[str, npt.NDArray[Any]]
 Integers = npt.NDArray[np.integer[Any]]
 Piece = tuple[npt.NDArray[Any], ...]
 """Ids and targets of a run of tokens of one document, and perhaps the weights of the targets."""
-Collated = dict[str, Any]
-"""A micro-batch: `tensors`, the arguments of the loss; `tokens` without padding; `loss_tokens`; and
-`squared_lengths`, the sum over the documents of their squared lengths in tokens. With images, also
-`image_operations`, the floating-point operations of their tower, forward and backward."""
 _MOST_TARGETS = 0.9
 """Share of positions with a target below which logits are computed for these positions only."""
 _SHORTEST = 256
 """Smallest `max_length_q`, which is two blocks of attention for a document."""
+
+
+@dataclass(frozen=True)
+class Collated:
+    """A micro-batch with its sizes, as a data set makes it."""
+
+    micro_batch: MicroBatch
+    tokens: int
+    """Without padding."""
+    loss_tokens: int
+    """What the loss is a mean over: targets, pairs, or what the objective counts."""
+    loss_weight: float | None = None
+    """The sum of the weights of the targets; None: each counts 1."""
+    squared_lengths: int = 0
+    """The sum over the documents of their squared lengths in tokens."""
+    image_operations: int = 0
+    """Floating-point operations of the tower of images, forward and backward."""
+    documents: Integers | None = None
+    """The numbers of the documents of the store whose answers are scored, in their order."""
+    shard_positions: Mapping[int, Any] = field(default_factory=dict)
+    """Where the shards of a stream are after the micro-batch, by their numbers."""
+
+    @property
+    def weight(self) -> float:
+        """The sum of the weights of the targets."""
+        return self.loss_tokens if self.loss_weight is None else self.loss_weight
+
+    def pin_memory(self) -> Collated:
+        """In page-locked memory. torch's DataLoader calls it."""
+        return replace(self, micro_batch=self.micro_batch.pin_memory())
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """In the place of a micro-batch: why it cannot be made. A loader process would wrap an exception
+    into a traceback."""
+
+    message: str
+
+
+def raise_error(collated: Collated | Unreadable) -> Collated:
+    """The micro-batch. Raises RecipeError if it cannot be made."""
+    if isinstance(collated, Unreadable):
+        raise RecipeError(collated.message)
+    return collated
 
 
 def make_sample(pieces: Iterable[Piece]) -> Sample:
@@ -174,7 +216,7 @@ def collate_sequences(
     longest document: transformers' names. For recurrent layers there are `documents`, those of
     `documents_at`.
 
-    `target_positions` (positions,) are those of the flattened rows with a target, if they are few.
+    `positions` (positions,) are those of the flattened rows with a target, if they are few.
     They are found on the host: on the device, this would need a synchronization.
 
     `weights` (rows, tokens), float32, are those of the targets, if any row has weights.
@@ -191,45 +233,45 @@ def collate_sequences(
         longest = max(len(row["input_ids"]) for row in rows)
         width = padded_width(longest, length=length, width_multiple=width_multiple)
     width = -(-width // part.parts) * part.parts
-    tensors: dict[str, Any] = {
-        "input_ids": padded([row["input_ids"] for row in rows], width, 0),
-        "targets": padded([row["targets"] for row in rows], width, IGNORED),
+    mine = part.of(width)
+
+    def own(of_tokens: torch.Tensor) -> torch.Tensor:
+        return of_tokens[:, mine].contiguous() if part.parts > 1 else of_tokens
+
+    arguments: dict[str, Any] = {
+        "input_ids": own(padded([row["input_ids"] for row in rows], width, 0))
     }
+    targets = own(padded([row["targets"] for row in rows], width, IGNORED))
+    weights = text_mask = positions = None
     if any("weights" in row for row in rows):
-        weights = [row.get("weights", np.ones(len(row["targets"]))) for row in rows]
-        tensors["weights"] = padded(weights, width, 1.0).float()
+        of_rows = [row.get("weights", np.ones(len(row["targets"]))) for row in rows]
+        weights = own(padded(of_rows, width, 1.0).float())
     lengths = [len(row["input_ids"]) for row in rows]
     if min(lengths) < width:
-        tensors["text_mask"] = padded([np.ones(count, bool) for count in lengths], width, False)
+        text_mask = own(padded([np.ones(count, bool) for count in lengths], width, False))
     starts = [row["position_ids"] for row in rows]
     if packed and any(int((row == 0).sum()) > 1 for row in starts):
         # Padding is a document of its own: its positions start at 0 again
-        positions = np.stack([np.append(row, np.arange(width - len(row))) for row in starts])
-        tensors["position_ids"] = torch.from_numpy(positions)
+        places = np.stack([np.append(row, np.arange(width - len(row))) for row in starts])
+        arguments["position_ids"] = own(torch.from_numpy(places))
         if recurrent:
-            tensors["documents"] = documents_at(positions)
+            arguments["documents"] = documents_at(places)
         if masking == "varlen":
-            bounds = np.append(np.flatnonzero(positions == 0), positions.size).astype(np.int32)
-            tensors["cu_seq_lens_q"] = tensors["cu_seq_lens_k"] = torch.from_numpy(bounds)
-            tensors["max_length_q"] = tensors["max_length_k"] = _rounded_length(bounds, width)
+            bounds = np.append(np.flatnonzero(places == 0), places.size).astype(np.int32)
+            arguments["cu_seq_lens_q"] = arguments["cu_seq_lens_k"] = torch.from_numpy(bounds)
+            arguments["max_length_q"] = arguments["max_length_k"] = _rounded_length(bounds, width)
     elif part.parts > 1:
-        tensors["position_ids"] = torch.arange(width).expand(len(rows), -1)
-    mine = part.of(width)
-    names = ("input_ids", "targets", "position_ids", "weights", "text_mask")
-    whole = names if part.parts > 1 else ()
-    for name in tensors.keys() & whole:
-        tensors[name] = tensors[name][:, mine].contiguous()
-    with_target = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]
-    if len(with_target) < _MOST_TARGETS * tensors["targets"].numel():
-        tensors["target_positions"] = with_target
-    return collated(tensors, rows, mine)
+        arguments["position_ids"] = own(torch.arange(width).expand(len(rows), -1))
+    with_target = (targets.flatten() != IGNORED).nonzero()[:, 0]
+    if len(with_target) < _MOST_TARGETS * targets.numel():
+        positions = with_target
+    return collated(MicroBatch(arguments, targets, positions, weights, text_mask), rows, mine)
 
 
 def with_positions(made: Collated) -> Collated:
-    """The micro-batch with `target_positions`, also if these are many."""
-    tensors = made["tensors"]
-    positions = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]
-    return made | {"tensors": tensors | {"target_positions": positions}}
+    """The micro-batch with `positions`, also if these are many."""
+    positions = made.micro_batch.counted.flatten().nonzero()[:, 0]
+    return replace(made, micro_batch=replace(made.micro_batch, positions=positions))
 
 
 def _rounded_length(bounds: npt.NDArray[np.int32], width: int) -> int:
@@ -240,18 +282,18 @@ def _rounded_length(bounds: npt.NDArray[np.int32], width: int) -> int:
     return min(width, max(_SHORTEST, 1 << (longest - 1).bit_length()))
 
 
-def collated(tensors: dict[str, Any], rows: list[Sample], part: slice = slice(None)) -> Collated:
-    """A micro-batch of these tensors and rows; `part` of each row is this rank's."""
-    trained = tensors["targets"] != IGNORED
-    counts: Collated = {
-        "tensors": tensors,
-        "tokens": sum(len(row["input_ids"][part]) for row in rows),
-        "loss_tokens": int(trained.sum()),
-        "squared_lengths": sum(squared_lengths(row, part) for row in rows),
-    }
-    if "weights" in tensors:
-        counts["loss_weight"] = float(tensors["weights"][trained].double().sum())
-    return counts
+def collated(micro_batch: MicroBatch, rows: list[Sample], part: slice = slice(None)) -> Collated:
+    """A micro-batch of these rows, with its sizes; `part` of each row is this rank's."""
+    trained, weight = micro_batch.counted, None
+    if micro_batch.weights is not None:
+        weight = float(micro_batch.weights[trained].double().sum())
+    return Collated(
+        micro_batch,
+        tokens=sum(len(row["input_ids"][part]) for row in rows),
+        loss_tokens=int(trained.sum()),
+        loss_weight=weight,
+        squared_lengths=sum(squared_lengths(row, part) for row in rows),
+    )
 
 
 def squared_lengths(row: Sample, part: slice = slice(None)) -> int:

@@ -23,8 +23,10 @@ from torch import nn
 from torch.utils.data import get_worker_info
 
 from launcher.data.batching import NO_SAMPLE
+from launcher.data.collation import Collated, Unreadable
 from launcher.data.encoder import PromptForm
 from launcher.errors import RecipeError
+from launcher.models.micro_batch import MicroBatch
 from launcher.models.philox import derived_seed
 from launcher.recipe.functions import call_function
 
@@ -69,8 +71,8 @@ class CustomDataset:
     samples: Samples
     data: CustomData
     name: str
-    objective: Any = None
-    """An `Objective` (`launcher/objectives/custom.py`), which computes the loss."""
+    objective: object = None
+    """Which computes the loss (`launcher/objectives/custom.py`)."""
     seed: int = 0
     packed: ClassVar[bool] = False
     joined: ClassVar[bool] = False
@@ -92,16 +94,16 @@ class CustomDataset:
         with _seeded(self.seed, index):
             return index, self.samples[index % len(self)]
 
-    def collate(self, rows: list[tuple[int, object] | None]) -> dict[str, Any]:
+    def collate(self, rows: list[tuple[int, object] | None]) -> Collated | Unreadable:
         """The user's micro-batch. If it has no sample, the first sample is used with weight 0."""
         try:
             return self._collated(rows)
         except RecipeError as error:
             if get_worker_info() is None:
                 raise
-            return {"error": str(error)}  # a loader process would wrap it into a traceback
+            return Unreadable(str(error))
 
-    def _collated(self, rows: list[Any]) -> dict[str, Any]:
+    def _collated(self, rows: list[Any]) -> Collated:
         real = [row for row in rows if row is not None]
         collated = real or [self[0]]
         indices = [index for index, _ in collated]
@@ -114,8 +116,8 @@ class CustomDataset:
         batch, targets = dict(batch), len(real)
         if real and self.data.targets is not None:
             targets = _whole(self.data.targets(batch))
-        tensors = {"batch": batch, "weight": float(bool(real))}
-        return {"tensors": tensors, "tokens": targets, "loss_tokens": targets}
+        micro_batch = MicroBatch({}, extra={"batch": batch, "weight": float(bool(real))})
+        return Collated(micro_batch, tokens=targets, loss_tokens=targets)
 
     @property
     def fingerprint(self) -> dict[str, object]:

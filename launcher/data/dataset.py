@@ -6,20 +6,63 @@ import bisect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
+import torch
 
 from launcher.data.batching import NO_SAMPLE, Index
-from launcher.data.collation import EMPTY, Collated, Piece, Sample, TextInputs, make_sample
-from launcher.data.custom import CustomDataset
+from launcher.data.collation import (
+    EMPTY,
+    Collated,
+    Piece,
+    Sample,
+    TextInputs,
+    Unreadable,
+    make_sample,
+)
+from launcher.data.custom import CustomData, CustomDataset
 from launcher.data.encoder import PromptForm
 from launcher.data.messages import RowError
 from launcher.data.packing import Integers, Sequences, text_lengths
 from launcher.data.problems import causes
-from launcher.data.token_store import TokenStore
+from launcher.data.token_store import ModelInputs, TokenStore
 from launcher.models.micro_batch import IGNORED
+from launcher.recipe import schema
 from launcher.recipe.layouts import unused_line
+
+
+class SampleMaker(Protocol):
+    """What the data asks of an objective (`launcher/objectives/base.py`), which makes the samples and
+    micro-batches, and says in its docstrings what each method does."""
+
+    unit: ClassVar[str]
+    texts: ClassVar[int]
+    draws: ClassVar[bool]
+    divides_loss: ClassVar[bool]
+
+    def open(
+        self,
+        store: TokenStore,
+        data: schema.Data,
+        model: ModelInputs,
+        *,
+        documents: Integers | None = None,
+    ) -> SequenceDataset: ...
+
+    def for_validation(self) -> SampleMaker: ...
+
+    def with_seed(self, seed: int) -> SampleMaker: ...
+
+    def sample(self, dataset: SequenceDataset, index: int) -> Sample: ...
+
+    def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated: ...
+
+    def sources(self, of: list[Integers]) -> torch.Tensor: ...
+
+    def describe(self, dataset: SequenceDataset) -> str: ...
+
+    def for_custom(self, data: CustomData) -> SampleMaker: ...
 
 
 @dataclass(frozen=True)
@@ -28,8 +71,7 @@ class SequenceDataset:
 
     store: TokenStore
     sequences: Sequences
-    objective: Any
-    """An `Objective` (`launcher/objectives/base.py`), which makes the samples and micro-batches."""
+    objective: SampleMaker
     inputs: TextInputs
     documents: Integers | None = None
     """The numbers of the documents of the store that are packed; None: all."""
@@ -42,18 +84,17 @@ class SequenceDataset:
         `error`: why the sample cannot be read. Several indices: one row of these samples."""
         if isinstance(index, tuple):
             return joined_row([self[each] for each in index or (NO_SAMPLE,)], self.inputs)
-        sample: Sample = self.objective.sample(self, index)
+        sample = self.objective.sample(self, index)
         try:
             return self.inputs.complete(sample, self.store, self.pieces(index))
         except RowError as error:
             return {**sample, "error": str(error)}  # type: ignore[dict-item]
 
-    def collate(self, rows: list[Sample]) -> Collated:
-        """See the objective. `error`: that of the first sample that has one."""
+    def collate(self, rows: list[Sample]) -> Collated | Unreadable:
+        """See the objective. Unreadable as the first sample that is."""
         if (problem := next((row["error"] for row in rows if "error" in row), None)) is not None:
-            return {"error": f"data: {problem}"}
-        collated: Collated = self.objective.collate(rows, self.inputs)
-        return collated
+            return Unreadable(f"data: {problem}")
+        return self.objective.collate(rows, self.inputs)
 
     @property
     def length(self) -> int:
@@ -64,7 +105,7 @@ class SequenceDataset:
     def text_length(self) -> int:
         """Most tokens of a document, or of each answer of a pair with the prompt
         (data.sequence_length)."""
-        texts: int = self.objective.texts
+        texts = self.objective.texts
         return self.length // texts
 
     @property
@@ -80,8 +121,7 @@ class SequenceDataset:
     @property
     def unit(self) -> str:
         """What the rows are: documents, or pairs."""
-        unit: str = self.objective.unit
-        return unit
+        return self.objective.unit
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -242,16 +282,17 @@ class MixtureDataset:
             return sample
         return sample | {"source": np.array([self.sources.index(name)])}
 
-    def collate(self, rows: list[Sample]) -> Collated:
+    def collate(self, rows: list[Sample]) -> Collated | Unreadable:
         """As of the sources; with `sources`, the numbers of the losses' sources, and
         `source_count`, if the loss has a part for each."""
         made = self._first.collate(rows)
-        if not self.sources or "error" in made:
+        if not self.sources or isinstance(made, Unreadable):
             return made
         of = [row.get("source", _NO_SOURCE) for row in rows]
         sources = self.objective.sources(of)
-        added = {"sources": sources, "source_count": len(self.sources)}
-        return made | {"tensors": made["tensors"] | added}
+        count = len(self.sources)
+        micro_batch = replace(made.micro_batch, sources=sources, source_count=count)
+        return replace(made, micro_batch=micro_batch)
 
     def changed(self, change: Callable[[SequenceDataset], SequenceDataset]) -> MixtureDataset:
         """The mixture of the changed data sets."""

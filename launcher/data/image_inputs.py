@@ -232,7 +232,8 @@ class ImageInputs(TextInputs):
         With context parallelism these are the images of which this rank's part of the rows has
         tokens, and `image_features` says which of their features are those of its tokens."""
         made = super().collate(rows, several_documents=several_documents)
-        tensors, processor = dict(made["tensors"]), self.images.processor
+        micro_batch = made.micro_batch
+        tensors, processor = dict(micro_batch.inputs), self.images.processor
         ids = tensors["input_ids"]
         mine = self.part.of(ids.shape[1] * self.part.parts)
         whole = self.part.parts == 1
@@ -253,13 +254,17 @@ class ImageInputs(TextInputs):
             tensors["images"] = len(found)
         if self.images.tower is None:
             tensors |= {name: torch.from_numpy(array) for name, array in arrays.items()}
-            return {**made, "tensors": tensors}
+            return replace(made, micro_batch=replace(micro_batch, inputs=tensors))
         table = processor.pixel_table if in_bytes else None
         tensors |= self.images.tower.make(arrays, ids, table)
         tokens = len(tensors["image_positions"])
         operations = self.images.tower.forward_operations(tensors["tower"], tokens)
         passes = self.images.tower.operations.passes if found else 0
-        return {**made, "tensors": tensors, "image_operations": round(passes * sum(operations))}
+        return replace(
+            made,
+            micro_batch=replace(micro_batch, inputs=tensors),
+            image_operations=round(passes * sum(operations)),
+        )
 
     def _of_part(self, rows: list[Sample], mine: slice) -> tuple[list[Arrays], torch.Tensor]:
         """The images of which these tokens of the rows have some, and the places of these tokens

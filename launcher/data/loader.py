@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import partial
 from multiprocessing import queues
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from launcher.console import bytes_as_text
 from launcher.data.batching import NO_SAMPLE, BatchSampler, Index, row_tokens
+from launcher.data.collation import Collated, Unreadable
 from launcher.data.dataset import MapData
 from launcher.data.streaming import ShardPosition, StreamingDataset
 from launcher.data.tokenizer import prepare_worker_process
@@ -22,14 +24,13 @@ from launcher.distributed import host_memory
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError, first_line
 from launcher.libraries.private import handle_queue_errors, tree_map_only
+from launcher.models.micro_batch import MicroBatch
 from launcher.recipe import schema
 
 PLENTY = 2**30
 """Free bytes of /dev/shm with which no micro-batch is loaded to compare its size."""
 TrainingData = MapData | StreamingDataset
 _T = TypeVar("_T")
-Tensors = dict[str, Any]
-"""A micro-batch: tensors, and whatever else its loss takes."""
 
 
 class StepTotals(NamedTuple):
@@ -105,11 +106,13 @@ def _statistics_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-class MicroBatches(Sequence[Tensors]):
+class MicroBatches(Sequence[MicroBatch]):
     """The micro-batches of a step on the host. One that is asked for is copied to the device, so that
     those of a step, which may have large images, are not there at once."""
 
-    def __init__(self, host: Sequence[Tensors], copy: Callable[[Tensors], Tensors]) -> None:
+    def __init__(
+        self, host: Sequence[MicroBatch], copy: Callable[[MicroBatch], MicroBatch]
+    ) -> None:
         self._host, self._copy = host, copy
 
     def __len__(self) -> int:
@@ -125,7 +128,7 @@ class GlobalBatch:
 
     step: int
     """1-based."""
-    micro_batches: Sequence[Tensors]
+    micro_batches: Sequence[MicroBatch]
     """On the device."""
     statistics: StepStatistics
     samples_seen: int
@@ -175,7 +178,8 @@ def _pass_on_problem(queue: queues.Queue[Any], error: Exception, dropped: tuple[
     """In a loader process, in the place of a micro-batch that could not be passed on: Python prints
     a traceback and drops it, and the rank would wait for ever."""
     problem = f"a loader process could not pass on a micro-batch: {first_line(error)}"
-    queue.put((dropped[0], {"error": f"data.workers: {problem}. {host_memory.shared_text()}"}))
+    text = f"data.workers: {problem}. {host_memory.shared_text()}"
+    queue.put((dropped[0], Unreadable(text)))
 
 
 def check_shared_memory(
@@ -213,17 +217,25 @@ def _bytes(value: object) -> int:
     """Bytes of the tensors in dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
+    if isinstance(value, MicroBatch | Collated):
+        return sum(_bytes(getattr(value, each.name)) for each in fields(value))
     if isinstance(value, Mapping):
         return sum(map(_bytes, value.values()))
     return sum(map(_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
 def to_device(value: _T, device: torch.device) -> _T:
-    """Copies the tensors in dicts, lists and tuples to the device without waiting."""
-    moved: _T = tree_map_only(
-        torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value
-    )
-    return moved
+    """Copies the tensors in dicts, lists, tuples and micro-batches to the device without waiting."""
+    moved: Any
+    if isinstance(value, MicroBatch):
+        moved = value.mapped(partial(to_device, device=device))
+    elif isinstance(value, torch.Tensor):
+        moved = value.to(device, non_blocking=True)
+    else:
+        moved = tree_map_only(
+            torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), value
+        )
+    return cast(_T, moved)
 
 
 def _first_rows(sampler: BatchSampler) -> list[Sequence[Index]]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 
 from launcher.data.batching import (
@@ -15,7 +12,7 @@ from launcher.data.batching import (
     mixture_weights,
 )
 from launcher.data.custom import CustomDataset
-from launcher.data.dataset import MapData, MixtureDataset, SequenceDataset
+from launcher.data.dataset import MapData, MixtureDataset, SampleMaker, SequenceDataset
 from launcher.data.held_out import copy_documents, split_documents
 from launcher.data.images import RowImages
 from launcher.data.packing import text_lengths
@@ -30,7 +27,7 @@ def open_dataset(
     data: schema.Data,
     source: tuple[str, ...] | dict[str, schema.Source],
     *,
-    objective: Any,
+    objective: SampleMaker,
     tokenizer: str | None,
     model: ModelInputs,
     build: bool,
@@ -44,7 +41,7 @@ def open_dataset(
     only these.
     """
 
-    pack: Callable[..., SequenceDataset] = objective.open
+    pack = objective.open
 
     def opened(data: schema.Data, files: tuple[str, ...]) -> SequenceDataset:
         store = open_store(

@@ -24,9 +24,9 @@ from launcher.data.batching import (
     make_batch_sampler,
 )
 from launcher.data.chat_template import read_template
-from launcher.data.collation import Collated
+from launcher.data.collation import raise_error
 from launcher.data.custom import CustomDataset, build_custom_data
-from launcher.data.dataset import MapData, MixtureDataset, SequenceDataset
+from launcher.data.dataset import MapData, MixtureDataset, SampleMaker, SequenceDataset
 from launcher.data.encoder import PromptForm, form_of_row, make_encoder, prompt_format
 from launcher.data.ends import own_end, taught_ends
 from launcher.data.loader import (
@@ -153,21 +153,21 @@ class RunData:
             waited = time.perf_counter() - started
             counted = collated if ranks.tensor_parallel_rank == 0 else []
             totals = StepTotals(
-                loss_tokens=sum(micro_batch["loss_tokens"] for micro_batch in counted),
-                tokens=sum(micro_batch["tokens"] for micro_batch in counted),
+                loss_tokens=sum(part.loss_tokens for part in counted),
+                tokens=sum(part.tokens for part in counted),
                 stop_requests=int(stop_requested()),
                 save_requests=int(save_requested()),
-                squared_lengths=sum(part.get("squared_lengths", 0) for part in counted),
-                image_operations=sum(part.get("image_operations", 0) for part in counted),
-                loss_weight=float(sum(map(_loss_weight, counted))),
+                squared_lengths=sum(part.squared_lengths for part in counted),
+                image_operations=sum(part.image_operations for part in counted),
+                loss_weight=float(sum(part.weight for part in counted)),
             )
             positions: dict[int, ShardPosition] = {}
-            for micro_batch in collated:
-                positions |= micro_batch.get("positions", {})
+            for part in collated:
+                positions |= part.shard_positions
             yield GlobalBatch(
                 step=step + 1,
                 micro_batches=MicroBatches(
-                    [part["tensors"] for part in collated],
+                    [part.micro_batch for part in collated],
                     functools.partial(to_device, device=ranks.device),
                 ),
                 statistics=StepStatistics(totals, ranks),
@@ -198,24 +198,12 @@ class RunData:
         return self.training.state(positions, samples=samples, ranks=ranks)
 
 
-def _loss_weight(collated: Collated) -> float:
-    weight: float = collated["loss_weight" if "loss_weight" in collated else "loss_tokens"]
-    return weight
-
-
-def raise_error(collated: Collated) -> Collated:
-    """The micro-batch. Raises RecipeError if a stream yields a problem instead."""
-    if "error" in collated:
-        raise RecipeError(collated["error"])
-    return collated
-
-
 def open_run_data(
     data: schema.Data,
     batch: schema.Batch,
     run: schema.Run,
     *,
-    objective: Any,
+    objective: SampleMaker,
     model: ModelInputs,
     ranks: RankLayout,
     build: bool,
@@ -223,7 +211,6 @@ def open_run_data(
 ) -> RunData:
     """Opens the data of a run on this rank. Raises RecipeError if it cannot be used.
 
-    objective: an `Objective` (`launcher/objectives/base.py`), which makes the samples.
     build: tokenize what is not cached (one process per node).
     skipped_rows is the file that lists the rows of a stream that cannot be used.
     """
@@ -288,11 +275,11 @@ def open_run_data(
 
 
 def _open_custom(
-    data: schema.Data, objective: Any, *, seed: int
+    data: schema.Data, objective: SampleMaker, *, seed: int
 ) -> tuple[CustomDataset, Mapping[str, MapData]]:
     assert data.builder is not None
     custom = build_custom_data(data.builder, data.arguments)
-    objective = replace(objective, data=custom)
+    objective = objective.for_custom(custom)
     training = CustomDataset(custom.train, custom, data.builder, objective, seed=seed)
     return training, {
         name: CustomDataset(samples, custom, data.builder, objective)

@@ -39,8 +39,10 @@ from launcher.data.collation import (
     Collated,
     Piece,
     Sample,
+    Unreadable,
     make_sample,
 )
+from launcher.data.dataset import SampleMaker
 from launcher.data.encoder import Encoded, Encoder, PromptForm, prompt_form
 from launcher.data.file_ranges import split
 from launcher.data.image_processor import Images, join_images
@@ -283,7 +285,7 @@ def _any_target(pieces: list[Piece]) -> bool:
     return any((targets != IGNORED).any() for _, targets, *_ in pieces)
 
 
-class StreamingDataset(IterableDataset[Collated]):
+class StreamingDataset(IterableDataset[Collated | Unreadable]):
     """This rank's micro-batches in order; each of n loader processes yields every n-th of a step.
 
     `positions` of its last micro-batch of a step are those of its shards after the step.
@@ -298,7 +300,7 @@ class StreamingDataset(IterableDataset[Collated]):
         parts: Sequence[SourcePart],
         encoder: Encoder,
         *,
-        objective: Any,
+        objective: SampleMaker,
         sampler: RankBatchSampler,
         data: schema.Data,
         seed: int,
@@ -310,7 +312,6 @@ class StreamingDataset(IterableDataset[Collated]):
         self.shards = assign_shards(parts, seed=seed, shuffle=data.shuffle)
         self.encoder, self._sampler, self.data, self.model = encoder, sampler, data, model
         self.objective = objective
-        """An `Objective` (`launcher/objectives/base.py`), which makes the micro-batches."""
         self._inputs = model.inputs(data.sequence_length, packed=data.packing)
         self.seed, self.skipped_rows, self.file_notes = seed, skipped_rows, file_notes
         self.buffer_rows = max(1, data.shuffle_buffer // len(self.shards))
@@ -374,13 +375,13 @@ class StreamingDataset(IterableDataset[Collated]):
         most = 1 << wanted.bit_length() - 1 if wanted else 0
         return most and math.gcd(self._sampler.micro_batches(0), most)
 
-    def __iter__(self) -> Iterator[Collated]:
+    def __iter__(self) -> Iterator[Collated | Unreadable]:
         worker = get_worker_info()
         number, of = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         try:
             yield from self._micro_batches(number, of)
-        except RecipeError as error:  # a loader process would wrap it into a traceback
-            yield {"error": str(error)}
+        except RecipeError as error:
+            yield Unreadable(str(error))
 
     def _micro_batches(self, number: int, of: int) -> Iterator[Collated]:
         """The micro-batches of loader process `number` of `of`, in order."""
@@ -409,7 +410,7 @@ class StreamingDataset(IterableDataset[Collated]):
                 rows += [EMPTY] * (size - len(rows))
                 collated = self.objective.collate(rows, self._inputs)
                 positions = {key: shard.position for key, shard in mine.items()}
-                yield collated | {"positions": positions}
+                yield replace(collated, shard_positions=positions)
 
     def _completed(self, sample: Sample) -> Sample:
         """See `TextInputs.complete`. Raises RecipeError."""

@@ -28,8 +28,6 @@ class Applied:
     """Whether it has adapters of peft."""
     nf4: bool = False
     """Whether weights of its blocks are in 4 bits."""
-    token_scores: Any = None
-    """The `TokenScores` of a reward model. (Both classes import this module.)"""
     masking: Masking = "mask"
     """How attention keeps the documents of a packed row apart."""
     recurrent: bool = False
@@ -37,8 +35,9 @@ class Applied:
     the argument `documents`."""
     images: Any = None
     """The `ImageTower`, if rows have images."""
-    chunked_head: Any = None
-    """The `ChunkedHead`, with which the model computes the loss without full logits."""
+    head: Any = None
+    """The `Head`, which computes losses without full logits, or of a reward model the scores of all
+    tokens. (Its class imports this module.)"""
     rows_divided: int = 1
     """Ranks that compute parts of the same rows."""
     experts_divided: int = 1
@@ -48,7 +47,6 @@ class Applied:
 
 
 def applied(model: nn.Module) -> Applied:
-    """The record of a model, perhaps wrapped by DDP. It can be written to."""
-    inner: nn.Module = getattr(model, "module", model)
-    record: Applied = vars(inner).setdefault("launcher_changes", Applied())
+    """The record of a model. It can be written to."""
+    record: Applied = vars(model).setdefault("launcher_changes", Applied())
     return record

@@ -41,6 +41,7 @@ from launcher.models.build import (
     text_config,
 )
 from launcher.models.micro_batch import Masking
+from launcher.models.predictions import logits
 from launcher.models.recurrent import can_separate_documents, documents_at
 from launcher.models.tower_inputs import ImageForm
 
@@ -705,7 +706,7 @@ def check_isolation(
     model.eval()
     try:
         after_first, after_other = (
-            model(input_ids=pair, **inputs, use_cache=False).logits[:, 8:].float() for pair in pairs
+            logits(model, {"input_ids": pair, **inputs})[:, 8:].float() for pair in pairs
         )
         # Logits of a head that begins with zeros are all 0
         largest = after_first.abs().max().clamp(min=torch.finfo(torch.float32).tiny)

@@ -23,8 +23,8 @@ from launcher.errors import RecipeError
 from launcher.models.adapter_files import adapter_loader
 from launcher.models.applied import applied
 from launcher.models.attention import drop_causal_mask, isolate_documents, use_tower_attention
-from launcher.models.build import build_model, is_pretrained, parts_without_text
-from launcher.models.chunked_loss import ChunkedHead, Transform, logits_transform
+from launcher.models.build import build_model, embeddings, is_pretrained, parts_without_text
+from launcher.models.chunked_loss import Head, Transform, logits_transform
 from launcher.models.context_parallel import apply_context_parallel
 from launcher.models.experts import apply_expert_parallel
 from launcher.models.float8 import use_float8
@@ -193,7 +193,7 @@ def change_forward(
     # Last: it calls the head's forward method as it is by then, with new rows or an adapter
     transform = logits_transform(model) if transforms else None
     if transform is not None and chunked_loss:
-        ChunkedHead(model, transform, compile=compile)
+        applied(model).head = Head(embeddings(model)[1], transform, compile=compile)
     return transform
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -280,101 +281,119 @@ def _copies_to_cast(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-class ChunkedHead:
-    """Replaces the forward methods of a model and of its head, a linear layer.
+class _Call:
+    """A forward pass of a model whose head is asked instead of returning logits."""
 
-    Called with `targets`, the model returns outputs with `loss`, and `logits` None. Otherwise it
-    works as before. The head is called once, so that FSDP all-gathers and reduces it once.
+    def __init__(self, head: Head, question: Question) -> None:
+        self.head, self.question = head, question
+        self.answer: torch.Tensor | None = None
+
+
+_asked = ContextVar[_Call | None]("asked", default=None)
+
+
+class Head:
+    """The last linear layer of a model, which is asked about its inputs, the hidden states: for
+    losses, log-probabilities, logits of some tokens, or any function of its weights, without full logits.
+
+    Takes the place of the layer's forward method. It is asked through the forward method of the
+    model's class, which may do more than call it (a router's loss, layers between), in the one call
+    of the layer: so FSDP gathers it once, and its gradients follow from the answer. A call carries its
+    own question and answer; nothing is kept in between, and passes may be nested or out of order.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, transform: Transform, *, compile: bool = False
-    ) -> None:
-        self._head, self._transform = embeddings(model)[1], transform
-        self._compile = compile
-        self._model_forward = model.forward
-        self._head_forward = self._head.forward
-        self._targets: torch.Tensor | None = None
-        self._positions: torch.Tensor | None = None
-        self._function: HeadFunction | None = None
-        self._loss: torch.Tensor | None = None
-        self._reduction: Literal["sum", "none"] = "sum"
+    def __init__(self, layer: Any, transform: Transform, *, compile: bool = False) -> None:
+        self._layer, self._transform, self._compile = layer, transform, compile
+        self._logits: Callable[[torch.Tensor], torch.Tensor] = layer.forward
         self._group: dist.ProcessGroup | None = None
         self._first = 0
         self.keep_logits = False
         """Whether the forward pass keeps the logits for the backward pass. The loss of a
-        `head_function` does not."""
-        model.forward, self._head.forward = self._forward, self._forward_head
-        applied(model).chunked_head = self
+        `HeadFunction` does not."""
+        layer.forward = self._forward
 
     def divide(
         self,
         group: dist.ProcessGroup,
         first: int,
-        head_forward: Callable[[torch.Tensor], torch.Tensor],
+        logits: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         """Divides the vocabulary over the ranks of the group: this rank's part of the head begins
-        with the entry `first`. `head_forward` computes all logits."""
-        self._group, self._first, self._head_forward = group, first, head_forward
+        with the entry `first`. `logits` computes all of them."""
+        self._group, self._first, self._logits = group, first, logits
 
-    def _forward(
-        self,
-        *args: object,
-        targets: torch.Tensor | None = None,
-        target_positions: torch.Tensor | None = None,
-        reduction: Literal["sum", "none"] = "sum",
-        head_function: HeadFunction | None = None,
-        **kwargs: object,
-    ) -> Any:
-        """`targets` are (rows, tokens); `target_positions` are the indices of the flattened targets
-        whose loss is computed, by default all. reduction: none, for a loss of each of these.
-        `head_function` takes the place of the cross-entropy: its result is the loss."""
-        if targets is None:
-            return self._model_forward(*args, **kwargs)
-        self._targets, self._positions = targets.flatten(), target_positions
-        self._reduction, self._function = reduction, head_function
+    def ask(
+        self, model: nn.Module, inputs: Mapping[str, Any], question: Question
+    ) -> tuple[Any, Any]:
+        """What the question makes of the hidden states (tokens, features), (tokens,) or (tokens,
+        columns), and the model's other outputs. The model is called once."""
+        token = _asked.set(call := _Call(self, question))
         try:
-            outputs = self._model_forward(*args, **kwargs)
-            assert self._loss is not None
-            # Whatever the model computed from the head's output is discarded
-            losses = self._loss.sum() if reduction == "sum" else self._loss.flatten().clone()
-            if head_function is not None:
-                losses = self._loss[0].clone()
-            outputs.loss, outputs.logits = losses, None
+            outputs = model(**inputs, use_cache=False)
         finally:
-            self._targets = self._positions = self._loss = self._function = None
-        return outputs
+            _asked.reset(token)
+        # Whatever the model computed from the head's output is discarded
+        outputs.logits = None
+        assert call.answer is not None
+        return call.answer.flatten(0, -2), outputs
 
-    def _forward_head(self, hidden: torch.Tensor) -> Any:
-        targets = self._targets
-        if targets is None:
-            return self._head_forward(hidden)
-        hidden = hidden.flatten(0, -2)
-        if self._positions is not None:
-            hidden, targets = hidden.index_select(0, self._positions), targets[self._positions]
-        vocabulary = len(local_part(_base(self._head).weight))
-        width, whole = chunk_width(len(targets), vocabulary), self._group is None
-        chunking = Chunking(
+    def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        call = _asked.get()
+        if call is None or call.head is not self:
+            return self._logits(hidden)
+        flat = hidden.flatten(0, -2)
+        answer = call.question(self, flat)
+        # In the form of logits, which the model expects; a copy, since FSDP warns about views. FSDP
+        # finds the backward pass by the tensor that is returned, so the answer is the same one
+        rows = hidden.shape[:-1] if len(answer) == len(flat) else (1, len(answer))
+        call.answer = answer.view(*rows, answer.shape[-1]).clone()
+        return call.answer
+
+    # Questions
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(tokens, vocabulary), transformed."""
+        return self._transform(self._logits(hidden))
+
+    def cross_entropies(
+        self,
+        hidden: torch.Tensor,
+        targets: torch.Tensor,
+        reduction: Literal["sum", "none"] = "none",
+    ) -> torch.Tensor:
+        """Those of `targets` (tokens,), 0 where IGNORED: (tokens, 1), or their sum (1, 1), float32."""
+        chunking, parts = self._chunking(targets, reduction), self._vocabulary
+        if chunking.width < parts or chunking.group is not None:
+            losses = linear_cross_entropy(*_linear(self._layer, hidden), targets, chunking)
+        else:  # a single chunk: its logits are kept for the backward pass, not recomputed
+            cross_entropy = chunking.function(_cross_entropy)
+            losses = cross_entropy(self._logits(hidden), targets, self._transform, reduction)
+        return losses.view(-1, 1)
+
+    def function(
+        self, hidden: torch.Tensor, targets: torch.Tensor, function: HeadFunction
+    ) -> torch.Tensor:
+        """What the function returns of the inputs, weight and bias of the layer, (tokens, ...)."""
+        return function(*_linear(self._layer, hidden), targets, self._chunking(targets, "none"))
+
+    @property
+    def _vocabulary(self) -> int:
+        return len(local_part(_base(self._layer).weight))
+
+    def _chunking(self, targets: torch.Tensor, reduction: Literal["sum", "none"]) -> Chunking:
+        return Chunking(
             self._transform,
-            width,
+            chunk_width(len(targets), self._vocabulary),
             self._compile,
-            self._reduction,
+            reduction,
             self._group,
             self._first,
             self.keep_logits,
         )
-        if self._function is not None:
-            loss = self._function(*_linear(self._head, hidden), targets, chunking)
-            self._loss = loss[None].clone()
-            return self._loss
-        if width < vocabulary or not whole:
-            loss = linear_cross_entropy(*_linear(self._head, hidden), targets, chunking)
-        else:  # a single chunk: its logits are kept for the backward pass, not recomputed
-            cross_entropy = chunking.function(_cross_entropy)
-            logits = self._head_forward(hidden)
-            loss = cross_entropy(logits, targets, self._transform, self._reduction)
-        self._loss = loss.view(1, -1, 1).clone()  # a copy, since FSDP warns about views
-        return self._loss
+
+
+Question = Callable[[Head, torch.Tensor], torch.Tensor]
+"""question(head, hidden): (tokens, columns) of hidden states (tokens, features)."""
 
 
 def _cross_entropy(
@@ -406,8 +425,8 @@ def _base(head: nn.Module) -> Any:
 
 
 def computes_loss(model: nn.Module) -> bool:
-    """Whether the model, perhaps wrapped by DDP, takes `targets`."""
-    return applied(model).chunked_head is not None
+    """Whether losses are computed without full logits (`Head`)."""
+    return applied(model).head is not None
 
 
 def logits_transform(model: PreTrainedModel) -> Transform | None:
@@ -428,10 +447,22 @@ def logits_transform(model: PreTrainedModel) -> Transform | None:
     scale = (number("logit_scale") or 1.0) * (number("lm_head_multiplier") or 1.0)
     scale /= number("logits_scaling") or 1.0
     transform = Transform(scale, number("final_logit_softcapping"))
-    return transform if _is_last(model, transform) else None
+    bases = [lambda model: model.base_model]
+    if text_config(model) is not model.config:  # of images and text
+        bases.append(_decoder)  # its forward may be called without that of the base model
+    return transform if any(_is_last(model, base, transform) for base in bases) else None
 
 
-def _is_last(model: PreTrainedModel, transform: Transform) -> bool:
+def _decoder(model: Any) -> nn.Module:
+    decoder: nn.Module = model.get_decoder()
+    return getattr(decoder, "model", decoder)  # that of Llama 4 has the head
+
+
+def _is_last(
+    model: PreTrainedModel,
+    base_of: Callable[[PreTrainedModel], nn.Module],
+    transform: Transform,
+) -> bool:
     """Whether the model applies the transform to the head's output, and nothing else: runs the
     forward method of a copy with fixed outputs of the base model and of the head."""
     from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -441,15 +472,12 @@ def _is_last(model: PreTrainedModel, transform: Transform) -> bool:
             """Fields of other models, such as the cross_attentions of GPT-2, are None."""
 
     model = copy.deepcopy(model)  # some models keep what they compute
-    head, base = embeddings(model)[1], model.base_model
-    if text_config(model) is not model.config:  # of images and text
-        base = model.get_decoder()
-        base = getattr(base, "model", base)  # that of Llama 4 has the head
+    head = embeddings(model)[1]
     logits = torch.linspace(-40, 40, 64).view(1, 4, 16)
     hidden = torch.zeros(1, 4, _base(head).in_features, device="meta")
-    base.forward = lambda *args, **kwargs: Outputs(last_hidden_state=hidden)
     head.forward = lambda hidden: logits.clone()
     try:
+        base_of(model).forward = lambda *args, **kwargs: Outputs(last_hidden_state=hidden)
         ids = torch.zeros(1, 4, dtype=torch.long, device="meta")
         with torch.no_grad():
             transformed = model(input_ids=ids, use_cache=False).logits

@@ -28,6 +28,7 @@ from launcher.models.attention import (
     varlen_attention,
 )
 from launcher.models.micro_batch import RowPart
+from launcher.models.predictions import logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -181,11 +182,10 @@ def check_context_parallel(
     model.eval()
     try:
         with whole_rows():
-            whole = model(input_ids=row, position_ids=positions, use_cache=False).logits
+            whole = logits(model, {"input_ids": row, "position_ids": positions})
         mine = part.of(width)
-        shared = model(
-            input_ids=row[:, mine], position_ids=positions[:, mine], use_cache=False
-        ).logits
+        inputs = {"input_ids": row[:, mine], "position_ids": positions[:, mine]}
+        shared = logits(model, inputs)
         whole = whole[:, mine].float()
         largest = whole.abs().max().clamp(min=torch.finfo(torch.float32).tiny)  # all may be 0
         difference = (shared.float() - whole).abs().max() / largest

@@ -1,11 +1,16 @@
 """Names and types of a micro-batch that the data, which makes it, and the models share.
 
-Imports neither torch nor transformers.
+Imports neither torch nor transformers before a micro-batch is pinned.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 IGNORED = -100
 """Target of a token without loss."""
@@ -27,3 +32,57 @@ class RowPart(NamedTuple):
 
 
 WHOLE_ROW = RowPart()
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some rows: what the model is called with, and what its loss compares with.
+
+    It is no dict and no pytree, so that FSDP, which casts the tensors in the arguments of a forward
+    method to its dtype, sees one value: targets, weights and `extra` keep theirs.
+    """
+
+    inputs: Mapping[str, Any]
+    """The arguments of the model's forward method."""
+    targets: torch.Tensor | None = None
+    """(rows, tokens): what follows each token, or IGNORED. Of classes: (rows,)."""
+    positions: torch.Tensor | None = None
+    """(positions,): the flattened targets whose loss is computed; None: all."""
+    weights: torch.Tensor | None = None
+    """(rows, tokens), float32: those of the targets; None: each counts 1."""
+    text_mask: torch.Tensor | None = None
+    """(rows, tokens), bool: false in padding; None: there is none."""
+    sources: torch.Tensor | None = None
+    """The number of the source of each loss, or of each row, of a mixture."""
+    source_count: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """What the objective has put in beside these."""
+
+    def mapped(self, function: Callable[[Any], Any]) -> MicroBatch:
+        """The same with `function` of each field that has tensors: of `to_device`, for example."""
+        own = vars(self)
+        changed = {name: function(own[name]) for name in own if _may_have_tensors(own[name])}
+        return MicroBatch(**{**own, **changed})
+
+    def pin_memory(self) -> MicroBatch:
+        """In page-locked memory. torch's DataLoader calls it."""
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return self.mapped(pin_memory)
+
+    @property
+    def counted(self) -> torch.Tensor:
+        """(rows, tokens) or (rows,), bool: whether there is a target."""
+        assert self.targets is not None
+        return self.targets != IGNORED
+
+    def at_positions(self, of_tokens: torch.Tensor) -> torch.Tensor:
+        """What the flattened targets at `positions`, or all of them, have of (rows, tokens)."""
+        flat = of_tokens.flatten()
+        return flat if self.positions is None else flat[self.positions]
+
+
+def _may_have_tensors(value: object) -> bool:
+    return not (
+        value is None or isinstance(value, int) or (isinstance(value, Mapping) and not value)
+    )

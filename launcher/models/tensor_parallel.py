@@ -187,8 +187,8 @@ class _Division:
         parts = chunks(head.out_features, self._group.size())
         widths = [len(part) for part in parts]
         whole = partial(_gathered_head, head, self._group, widths)
-        if (chunked := applied(self._model).chunked_head) is not None:
-            chunked.divide(self._group, parts[self._rank].start, whole)
+        if (asked := applied(self._model).head) is not None:
+            asked.divide(self._group, parts[self._rank].start, whole)
         else:
             head.forward = whole
 

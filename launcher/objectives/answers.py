@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -26,16 +26,15 @@ from launcher.data.token_store import TokenStore
 from launcher.errors import RecipeError
 from launcher.models.adapter_files import open_adapter
 from launcher.models.attention import refuse_other_layers
-from launcher.models.micro_batch import IGNORED
+from launcher.models.micro_batch import IGNORED, MicroBatch
+from launcher.models.predictions import Predicted, cross_entropies
 from launcher.objectives.base import BeforeTraining, Example, Objective
 from launcher.objectives.kept_files import Reference, ReferenceFile, config_digest, weights_name
-from launcher.objectives.loss import MicroBatch, target_losses
 from launcher.objectives.reference import with_references
 from launcher.recipe import schema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-    from transformers.utils import ModelOutput
 
     from launcher.data.run_data import RunData
     from launcher.recipe.schema import Recipe
@@ -129,8 +128,8 @@ class Answers(Objective):
         if not self.needs_reference:
             return data
 
-        def compute(micro_batch: MicroBatch) -> torch.Tensor:
-            return answer_log_probabilities(wrapped.model, micro_batch)[0]
+        def compute(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
+            return answer_log_probabilities(model, micro_batch).value
 
         return with_references(
             data,
@@ -193,7 +192,8 @@ def collate_answers(
     """
     per_answer = ("reference", *of_answers)
     made = inputs.collate(rows, several_documents=True)
-    width = made["tensors"]["input_ids"].shape[1]
+    micro_batch = made.micro_batch
+    width = micro_batch.inputs["input_ids"].shape[1]
     numbers, names, count = [], [NOTHING], 0
     sizes, values = [NOTHING], {name: [NOTHING] for name in per_answer}
     for row in rows:
@@ -211,27 +211,29 @@ def collate_answers(
         for name in per_answer:
             values[name].append(row[name][here][first])
         count += len(found)
-    tensors = made["tensors"]
     of = padded(numbers, width, -1).flatten()
     of[of < 0] = count
-    positions = tensors.get("target_positions")
-    tensors["answers"] = of if positions is None else of[positions]
+    extra = {"answers": micro_batch.at_positions(of)}
     for name, parts in (("answer_tokens", sizes), *values.items()):
         array = np.concatenate(parts).astype(np.float32)
-        tensors[name] = torch.from_numpy(array).view(-1, answers)
+        extra[name] = torch.from_numpy(array).view(-1, answers)
     documents = np.concatenate(names)[::answers] // answers
-    return made | {"loss_tokens": count // answers, "documents": documents}
+    return replace(
+        made,
+        micro_batch=replace(micro_batch, extra=extra),
+        loss_tokens=count // answers,
+        documents=documents,
+    )
 
 
-def answer_log_probabilities(
-    model: nn.Module, micro_batch: MicroBatch
-) -> tuple[torch.Tensor, ModelOutput]:
-    """(documents, answers), float32: the sums over the tokens of each answer; and the model's
-    outputs. A micro-batch is that of `collate_answers`."""
-    counts = micro_batch["answer_tokens"]
-    losses, outputs = target_losses(model, micro_batch)
-    sums = losses.new_zeros(counts.numel() + 1)  # the last: no answer
-    return sums.index_add(0, micro_batch["answers"], -losses)[:-1].view(counts.shape), outputs
+def answer_log_probabilities(model: nn.Module, micro_batch: MicroBatch) -> Predicted:
+    """(documents, answers), float32: the sums over the tokens of each answer. A micro-batch is that
+    of `collate_answers`."""
+    counts = micro_batch.extra["answer_tokens"]
+    found = cross_entropies(model, micro_batch)
+    sums = found.value.new_zeros(counts.numel() + 1)  # the last: no answer
+    sums = sums.index_add(0, micro_batch.extra["answers"], -found.value)
+    return Predicted(sums[:-1].view(counts.shape), found.outputs)
 
 
 def check_model(model: PreTrainedModel, row_length: int, *, pairs: bool = True) -> None:

@@ -18,11 +18,13 @@ import torch
 from torch import nn
 
 from launcher.data.collation import Collated, Sample, TextInputs, make_sample
-from launcher.data.dataset import SequenceDataset
+from launcher.data.custom import CustomData
+from launcher.data.dataset import MapData, SequenceDataset
 from launcher.data.packing import Integers, Sequences, first_names, no_targets, pack
+from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs, TokenStore
 from launcher.errors import RecipeError
-from launcher.models.micro_batch import IGNORED
+from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.recipe import schema
 
 if TYPE_CHECKING:
@@ -190,6 +192,10 @@ class Objective(ABC):
         """The objective whose samples draw other random numbers."""
         return self
 
+    def for_custom(self, data: CustomData) -> Objective:
+        """The objective of data that the user's function has built."""
+        raise TypeError(f"{type(self).__name__} is no objective of data.builder")
+
     def sample(self, dataset: SequenceDataset, index: int) -> Sample:
         """A sample: `input_ids` and `targets`, and what `collate` takes beside them."""
         return dataset.next_tokens(index)
@@ -247,7 +253,7 @@ class Objective(ABC):
     # The loss
 
     @abstractmethod
-    def loss(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of the losses of a micro-batch, followed without gradients by the sums of
         `metrics` and, for a mixture, by the sums of `by_source` (`loss.py`). A float32 scalar if
         there is only the loss, else a vector."""
@@ -260,7 +266,7 @@ class Objective(ABC):
     # Evaluation
 
     def evaluate(
-        self, model: nn.Module, micro_batch: Mapping[str, Any], count: int
+        self, model: nn.Module, micro_batch: MicroBatch, count: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The summed loss of a micro-batch with this number of losses, and what `scores` takes, to
         be summed over micro-batches and ranks, float64; None: there are no scores."""
@@ -317,3 +323,10 @@ class Objective(ABC):
     def with_example(self, about: Example) -> tuple[Objective, Collated]:
         """An objective that computes the loss of the micro-batch, and `example`."""
         return self, self.example(about)
+
+
+def dataset_objective(dataset: MapData | StreamingDataset) -> Objective:
+    """The objective that makes the samples of a data set, and computes their loss."""
+    objective = dataset.objective
+    assert isinstance(objective, Objective)
+    return objective

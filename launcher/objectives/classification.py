@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from launcher.data.collation import EMPTY, Collated, Sample, TextInputs, collate
 from launcher.data.dataset import SequenceDataset
 from launcher.data.packing import Integers, Sequences
 from launcher.data.token_store import TokenStore
-from launcher.models.micro_batch import IGNORED
+from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.objectives.base import Example, Objective, Scores
 from launcher.objectives.loss import by_source
 from launcher.recipe import schema
@@ -67,25 +66,27 @@ class Classification(Objective):
         shares = ", ".join(f"{index}: {count:,}" for index, count in counts)
         return f"{len(dataset):,} documents, {dataset.tokens:,} tokens, of the classes {shares}"
 
-    def loss(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of the cross-entropies of a micro-batch's classes. A micro-batch has `input_ids`
         and `attention_mask` (rows, tokens), and `targets` (rows,), or IGNORED."""
-        logits, targets = class_logits(model, micro_batch), micro_batch["targets"]
-        if "sources" not in micro_batch:
+        logits, targets = class_logits(model, micro_batch), micro_batch.targets
+        assert targets is not None
+        if micro_batch.sources is None:
             return _cross_entropy(logits, targets, "sum")
         losses = _cross_entropy(logits, targets, "none")
-        counted = (targets != IGNORED).float()
+        counted = micro_batch.counted.float()
         return torch.cat([losses.sum().view(1), by_source(losses, micro_batch, weights=counted)])
 
     def evaluate(
-        self, model: nn.Module, micro_batch: Mapping[str, Any], count: int
+        self, model: nn.Module, micro_batch: MicroBatch, count: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The summed loss, and for each class the numbers of samples that are predicted correctly,
         predicted, and of the class: (3, classes), float64."""
-        logits, targets = class_logits(model, micro_batch), micro_batch["targets"]
+        logits, targets = class_logits(model, micro_batch), micro_batch.targets
+        assert targets is not None
         classes = torch.arange(logits.shape[-1], device=logits.device)
         actual = targets[:, None] == classes
-        predicted = (logits.argmax(-1)[:, None] == classes) & (targets != IGNORED)[:, None]
+        predicted = (logits.argmax(-1)[:, None] == classes) & micro_batch.counted[:, None]
         counts = torch.stack([actual & predicted, predicted, actual]).sum(1).double()
         return _cross_entropy(logits, targets, "sum"), counts
 
@@ -106,14 +107,11 @@ class Classification(Objective):
         ids = about.ids()
         mask = torch.ones(rows, length, dtype=torch.int64)
         mask[0, -1] = 0  # without padding, some models build no mask
-        tensors = {
-            "input_ids": torch.from_numpy(np.stack(ids)),
-            "attention_mask": mask,
-            "targets": torch.from_numpy(
-                about.generator.integers(0, about.classes, rows, dtype=np.int64)
-            ),
-        }
-        return {"tensors": tensors, "tokens": rows * length, "loss_tokens": rows}
+        micro_batch = MicroBatch(
+            {"input_ids": torch.from_numpy(np.stack(ids)), "attention_mask": mask},
+            torch.from_numpy(about.generator.integers(0, about.classes, rows, dtype=np.int64)),
+        )
+        return Collated(micro_batch, tokens=rows * length, loss_tokens=rows)
 
 
 def collate_classified(rows: list[Sample], inputs: TextInputs) -> Collated:
@@ -121,18 +119,17 @@ def collate_classified(rows: list[Sample], inputs: TextInputs) -> Collated:
     padded on the right to the longest row as in `padded_width`, and `targets` (rows,)."""
     ids = [row["input_ids"] for row in rows]
     width = inputs.width_of(rows)
-    tensors = {
+    arguments = {
         "input_ids": padded(ids, width, inputs.padding),
         "attention_mask": padded([np.ones_like(row) for row in ids], width, 0),
-        "targets": torch.from_numpy(np.concatenate([row["targets"] for row in rows])),
     }
-    return collated(tensors, rows)
+    targets = torch.from_numpy(np.concatenate([row["targets"] for row in rows]))
+    return collated(MicroBatch(arguments, targets), rows)
 
 
-def class_logits(model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+def class_logits(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
     """The logits of a micro-batch, (rows, classes), float32."""
-    inputs = {name: micro_batch[name] for name in ("input_ids", "attention_mask")}
-    logits: torch.Tensor = model(**inputs).logits
+    logits: torch.Tensor = model(**micro_batch.inputs).logits
     return logits.float()
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 
-from launcher.data.collation import Collated
+from launcher.data.collation import Collated, raise_error
 from launcher.data.custom import CustomData, CustomDataset, build_custom_data
 from launcher.errors import RecipeError
+from launcher.models.micro_batch import MicroBatch
 from launcher.objectives.base import Example, Objective
 
 
@@ -26,14 +26,18 @@ class Custom(Objective):
     divides_loss: ClassVar[bool] = False
     shows_loss: ClassVar[bool] = False
 
-    def loss(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+    def for_custom(self, data: CustomData) -> Custom:
+        """With the loss of the data."""
+        return replace(self, data=data)
+
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         """The user's loss, as a float32 scalar. Raises RecipeError if it is no scalar tensor."""
         assert self.data is not None
-        loss: object = self.data.loss(model, micro_batch["batch"])
+        loss: object = self.data.loss(model, micro_batch.extra["batch"])
         got = type(loss).__name__
         if isinstance(loss, torch.Tensor):
             if not loss.ndim:
-                weighted: torch.Tensor = loss.float() * micro_batch["weight"]
+                weighted: torch.Tensor = loss.float() * micro_batch.extra["weight"]
                 return weighted
             got = f"the shape {tuple(loss.shape)}"
         what = "its loss must be a scalar tensor, the sum over the micro-batch"
@@ -46,4 +50,4 @@ class Custom(Objective):
         assert objective.data is not None
         samples = CustomDataset(objective.data.train, objective.data, about.data.builder)
         rows = [samples[index % len(samples)] for index in range(about.rows)]
-        return objective, samples.collate(rows)
+        return objective, raise_error(samples.collate(rows))

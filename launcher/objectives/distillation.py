@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,15 +16,15 @@ from launcher.data.batching import NO_SAMPLE
 from launcher.data.collation import Collated, Sample, TextInputs, with_positions
 from launcher.data.dataset import SequenceDataset
 from launcher.errors import RecipeError
-from launcher.models.chunked_loss import Chunking, HeadFunction
+from launcher.models.chunked_loss import Chunking
 from launcher.models.linear_chunks import chunks_of, linear_gradients, logits_of
+from launcher.models.micro_batch import MicroBatch
+from launcher.models.predictions import of_head
 from launcher.objectives.base import BeforeTraining, Example, Objective
 from launcher.objectives.kept_files import TeacherFile, config_digest, top_k_dtype, weights_name
 from launcher.objectives.loss import (
-    MicroBatch,
     add_router_loss,
     by_source,
-    model_inputs,
     sources_of_targets,
 )
 from launcher.objectives.next_token import NextToken
@@ -79,24 +78,24 @@ class Distillation(Objective):
             return made
         return collate_distilled(made, [row["teacher"] for row in rows])
 
-    def loss(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of the losses of a micro-batch's targets, and the sums of `metrics` without
         gradients: a float32 vector. Each is times the target's weight, if the data has weights. See
         `token_losses`."""
         settings = self.settings
-        ids, teacher = micro_batch["teacher_ids"], micro_batch["teacher_log_probabilities"]
+        ids, teacher = (micro_batch.extra[name] for name in ("ids", "log_probabilities"))
         function = partial(_head_statistics, ids=ids, temperature=settings.temperature)
-        outputs = _call(model, micro_batch, function)
-        losses, count = token_losses(outputs.loss, teacher, settings.temperature), None
-        if (weights := micro_batch.get("weights")) is not None:
-            weights = weights.flatten()[micro_batch["target_positions"]]
+        found = of_head(model, micro_batch, function)
+        losses, count = token_losses(found.value, teacher, settings.temperature), None
+        if (weights := micro_batch.weights) is not None:
+            weights = micro_batch.at_positions(weights)
             losses, count = losses * weights[:, None], weights.sum()
         cross_entropy, divergence = sums = losses.sum(0)
         share, scale = settings.weight, settings.temperature**2
         loss = (1 - share) * cross_entropy + share * scale * divergence
-        loss = add_router_loss(loss, model, outputs, micro_batch, count)
+        loss = add_router_loss(loss, model, found, micro_batch, count)
         parts = [loss.view(1), sums.detach()]
-        if "sources" in micro_batch:
+        if micro_batch.sources is not None:
             both = (1 - share) * losses[:, 0] + share * scale * losses[:, 1]
             of = sources_of_targets(micro_batch)
             parts.append(by_source(both, micro_batch, weights=weights, of=of))
@@ -134,13 +133,16 @@ class Distillation(Objective):
 
 
 def collate_distilled(made: Collated, teacher: list[npt.NDArray[Any]]) -> Collated:
-    """Adds a teacher's predictions of the rows to a micro-batch: `teacher_ids` (positions, top_k)
-    and `teacher_log_probabilities`, float32, of the `target_positions`, here all targets."""
-    tensors, rows = dict(with_positions(made)["tensors"]), np.concatenate(teacher)
-    tensors["teacher_ids"] = torch.from_numpy(rows["id"].astype(np.int64))
+    """Adds a teacher's predictions of the rows to a micro-batch: `ids` (positions, top_k) and
+    `log_probabilities`, float32, of the positions, here all targets."""
+    made = with_positions(made)
+    rows = np.concatenate(teacher)
     values = np.ascontiguousarray(rows["log_probability"])
-    tensors["teacher_log_probabilities"] = torch.from_numpy(values)
-    return made | {"tensors": tensors}
+    extra = {
+        "ids": torch.from_numpy(rows["id"].astype(np.int64)),
+        "log_probabilities": torch.from_numpy(values),
+    }
+    return replace(made, micro_batch=replace(made.micro_batch, extra=extra))
 
 
 def teacher_top_k(
@@ -157,8 +159,7 @@ def teacher_top_k(
     """
     k, temperature = settings.top_k, settings.temperature
     function = partial(_top_k, k=k, temperature=temperature, vocabulary=vocabulary)
-    found: torch.Tensor = _call(model, micro_batch, function).loss
-    return found
+    return of_head(model, micro_batch, function).value
 
 
 def token_losses(
@@ -187,14 +188,6 @@ def token_losses(
     of_rest = torch.where(left > 0, left * (rest - normalizer), 0)
     divergence = divergence + torch.xlogy(left, left) - of_rest
     return torch.cat([log_sum - at_target, divergence], 1)
-
-
-def _call(model: nn.Module, micro_batch: MicroBatch, function: HeadFunction) -> Any:
-    """The model's outputs with `loss`, what the function returns of the target positions."""
-    targets = {name: micro_batch[name] for name in ("targets", "target_positions")}
-    inputs = model_inputs(micro_batch) | targets
-    # The teacher's values are arguments of the function: FSDP would cast those of the model
-    return model(**inputs, head_function=function, use_cache=False)
 
 
 def _top_k(

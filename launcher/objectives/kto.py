@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from launcher.data.collation import Collated, Sample, TextInputs
 from launcher.data.dataset import SequenceDataset
+from launcher.models.micro_batch import MicroBatch
 from launcher.objectives.answers import Answers, answer_log_probabilities, collate_answers
 from launcher.objectives.base import Example
 from launcher.objectives.loss import add_router_loss, by_source
@@ -65,16 +66,14 @@ class Kto(Answers):
         ((_, whole),) = super().parts(dataset, document)
         return [("good" if dataset.store.classes[document] else "not good", whole)]
 
-    def loss(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of the losses of the answers, and the sums of `metrics` without gradients: a
         float32 vector. With output_router_logits the gradient includes the router's loss."""
-        inputs = dict(micro_batch)
-        desirable = inputs.pop("desirable").flatten()
-        sums, outputs = answer_log_probabilities(model, inputs)
-        losses, rewards = answer_losses(
-            sums.flatten(), micro_batch["reference"].flatten(), desirable, self.settings
-        )
-        loss = add_router_loss(losses.sum(), model, outputs, inputs, len(losses))
+        found, extra = answer_log_probabilities(model, micro_batch), micro_batch.extra
+        sums, desirable = found.value, extra["desirable"].flatten()
+        reference = extra["reference"].flatten()
+        losses, rewards = answer_losses(sums.flatten(), reference, desirable, self.settings)
+        loss = add_router_loss(losses.sum(), model, found, micro_batch, len(losses))
         good, other = sides(desirable)
         columns = [((good - other) * rewards > 0).float(), desirable]
         for values in (rewards, sums.flatten()):

@@ -2,41 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from launcher.errors import RecipeError
 from launcher.models.chunked_loss import computes_loss
-from launcher.models.micro_batch import IGNORED
+from launcher.models.micro_batch import MicroBatch
+from launcher.models.predictions import Predicted, cross_entropies, logits, of_head
 
 if TYPE_CHECKING:
-    from transformers.utils import ModelOutput
-
     from launcher.objectives.target_loss import TargetLoss
 
-_NOT_INPUTS = (
-    "targets",
-    "target_positions",
-    "weights",
-    "text_mask",
-    "sources",
-    "source_count",
-    "answers",
-    "answer_tokens",
-    "reference",
-    "teacher_ids",
-    "teacher_log_probabilities",
-)
-
-MicroBatch = Mapping[str, Any]
-"""Tensors, and whatever else a model takes, by name."""
 Loss = Callable[[nn.Module, MicroBatch], torch.Tensor]
 """loss(model, micro-batch): the sum over the micro-batch's targets, a float32 scalar; or a vector
-of this and the sums of further metrics, without gradients."""
+of this and the sums of further metrics, without gradients. It runs between the hooks of the strategy
+(`WrappedModel.call`), and may call the model, or parts of it, as often as it likes."""
 
 
 def summed_loss(
@@ -47,47 +29,39 @@ def summed_loss(
 
     If the model config sets the router's auxiliary loss (output_router_logits), the gradient
     includes it; the value does not, to be comparable with an evaluation.
-
-    A micro-batch has `input_ids` and `targets` (batch, tokens), where targets[b, t] follows
-    input_ids[b, t], and is IGNORED where there is no loss; `target_positions` and `weights` (see
-    `collate_sequences`), and further arguments of the model's forward.
     """
-    targets, weights = micro_batch["targets"], micro_batch.get("weights")
-    if weights is None and target_loss is None:
-        summed, outputs = _cross_entropies(model, micro_batch, "sum")
-        return add_router_loss(summed, model, outputs, micro_batch)
-    losses, outputs = target_losses(model, micro_batch, target_loss)
-    if weights is None:
-        return add_router_loss(losses.sum(), model, outputs, micro_batch)
-    weights = (weights * (targets != IGNORED)).flatten()
-    positions = micro_batch.get("target_positions")
-    weights = weights if positions is None else weights[positions]
-    return add_router_loss((losses * weights).sum(), model, outputs, micro_batch, weights.sum())
+    if micro_batch.weights is None and target_loss is None:
+        found = cross_entropies(model, micro_batch, "sum")
+        return add_router_loss(found.value, model, found, micro_batch)
+    found = target_losses(model, micro_batch, target_loss)
+    losses = found.value
+    if micro_batch.weights is None:
+        return add_router_loss(losses.sum(), model, found, micro_batch)
+    weights = micro_batch.at_positions(micro_batch.weights * micro_batch.counted)
+    return add_router_loss((losses * weights).sum(), model, found, micro_batch, weights.sum())
 
 
 def summed_loss_by_source(
     model: nn.Module, micro_batch: MicroBatch, target_loss: TargetLoss | None = None
 ) -> torch.Tensor:
     """`summed_loss`, followed by `by_source` of the losses, for a micro-batch of a mixture."""
-    losses, outputs = target_losses(model, micro_batch, target_loss)
-    targets, weights = micro_batch["targets"], micro_batch.get("weights")
-    counted = (targets != IGNORED).float()
-    counted = (counted if weights is None else counted * weights).flatten()
-    if (positions := micro_batch.get("target_positions")) is not None:
-        counted = counted[positions]
+    found = target_losses(model, micro_batch, target_loss)
+    losses, weights = found.value, micro_batch.weights
+    counted = micro_batch.counted.float()
+    counted = micro_batch.at_positions(counted if weights is None else counted * weights)
     losses = losses if weights is None else losses * counted
     count = None if weights is None else counted.sum()
-    summed = add_router_loss(losses.sum(), model, outputs, micro_batch, count)
+    summed = add_router_loss(losses.sum(), model, found, micro_batch, count)
     of = sources_of_targets(micro_batch)
     return torch.cat([summed.view(1), by_source(losses, micro_batch, weights=counted, of=of)])
 
 
 def sources_of_targets(micro_batch: MicroBatch) -> torch.Tensor:
-    """The number of the source of each target, from those of the rows in `sources`: those at
-    `target_positions`, or of each token."""
-    of: torch.Tensor = micro_batch["sources"][:, None].expand(micro_batch["targets"].shape)
-    positions = micro_batch.get("target_positions")
-    return of.flatten() if positions is None else of.flatten()[positions]
+    """The number of the source of each target, from those of the rows in `sources`: those at the
+    positions, or of each token."""
+    assert micro_batch.sources is not None
+    assert micro_batch.targets is not None
+    return micro_batch.at_positions(micro_batch.sources[:, None].expand(micro_batch.targets.shape))
 
 
 def by_source(
@@ -104,10 +78,10 @@ def by_source(
     losses: (losses,), times their weights. of: the number of the source of each loss; None: the
     micro-batch has it in `sources`. weights: None: each loss counts 1.
     """
-    if "sources" not in micro_batch:
+    if micro_batch.sources is None:
         return losses.new_zeros(0)
-    of = micro_batch["sources"] if of is None else of
-    parts = losses.new_zeros(2, micro_batch["source_count"])
+    of = micro_batch.sources if of is None else of
+    parts = losses.new_zeros(2, micro_batch.source_count)
     parts[0].index_add_(0, of, losses.detach())
     parts[1].index_add_(0, of, torch.ones_like(losses) if weights is None else weights)
     return parts.flatten().detach()
@@ -115,108 +89,67 @@ def by_source(
 
 def target_losses(
     model: nn.Module, micro_batch: MicroBatch, target_loss: TargetLoss | None = None
-) -> tuple[torch.Tensor, ModelOutput]:
-    """The cross-entropy of each target at `target_positions`, or of each token (0 where IGNORED):
-    (positions,), float32; and the model's outputs. target_loss: instead of the cross-entropy; then
-    `target_positions` are all targets (`with_positions`)."""
-    if target_loss is not None:
-        return _losses_of(target_loss, model, micro_batch)
-    losses, outputs = _cross_entropies(model, micro_batch, "none")
-    positions = micro_batch.get("target_positions")
-    return (losses if positions is None or computes_loss(model) else losses[positions]), outputs
-
-
-def _losses_of(
-    target_loss: TargetLoss, model: nn.Module, micro_batch: MicroBatch
-) -> tuple[torch.Tensor, ModelOutput]:
+) -> Predicted:
+    """The cross-entropy of each target at the positions, or of each token (0 where IGNORED):
+    (positions,), float32. target_loss: instead of the cross-entropy; then the positions are all
+    targets (`with_positions`)."""
+    if target_loss is None:
+        return cross_entropies(model, micro_batch)
     if target_loss.needs == "log_probabilities":
-        losses, outputs = target_losses(model, micro_batch)
-        return (target_loss.of_log_probabilities(-losses) if len(losses) else losses), outputs
-    inputs, positions = model_inputs(micro_batch), micro_batch["target_positions"]
-    targets = micro_batch["targets"]
+        found = cross_entropies(model, micro_batch)
+        if not len(found.value):
+            return found
+        return Predicted(target_loss.of_log_probabilities(-found.value), found.outputs)
     if computes_loss(model):
-        inputs |= {"targets": targets, "target_positions": positions}
-        function = target_loss.of_head
-        outputs = model(**inputs, head_function=function, reduction="none", use_cache=False)
-        return outputs.loss, outputs
-    outputs = _with_logits(model, inputs)
-    logits = outputs.logits.flatten(0, 1)[positions].float()
-    return target_loss.of_logits(logits, targets.flatten()[positions]), outputs
-
-
-def model_inputs(micro_batch: MicroBatch) -> dict[str, Any]:
-    """The arguments of the model's forward in a micro-batch."""
-    return {name: value for name, value in micro_batch.items() if name not in _NOT_INPUTS}
-
-
-def _with_logits(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
-    """The outputs of a model, with `logits`. A module of model.builder that is no model of
-    transformers gets `input_ids` and returns logits."""
-    from transformers import PreTrainedModel
-
-    if isinstance(getattr(model, "module", model), PreTrainedModel):
-        return model(**inputs, use_cache=False)
-    ids = inputs["input_ids"]
-    outputs = model(ids)
-    logits = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "logits", None)
-    if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != ids.shape:
-        got = type(outputs).__name__
-        if isinstance(logits, torch.Tensor):
-            got = (
-                f"logits of the shape {tuple(logits.shape)} for ids of the shape {tuple(ids.shape)}"
-            )
-        what = "forward(input_ids) must return logits (rows, tokens, vocabulary), or an object with them"
-        raise RecipeError(f"model.builder: {what}; got {got}")
-    return SimpleNamespace(logits=logits) if logits is outputs else outputs
-
-
-def _cross_entropies(
-    model: nn.Module, micro_batch: MicroBatch, reduction: Literal["sum", "none"]
-) -> tuple[torch.Tensor, ModelOutput]:
-    targets = micro_batch["targets"]
-    inputs = model_inputs(micro_batch)
-    if computes_loss(model):
-        inputs |= {"targets": targets, "target_positions": micro_batch.get("target_positions")}
-        outputs = model(**inputs, reduction=reduction, use_cache=False)
-        return outputs.loss, outputs
-    outputs = _with_logits(model, inputs)
-    losses = nn.functional.cross_entropy(
-        outputs.logits.float().flatten(0, 1),
-        targets.flatten(),
-        ignore_index=IGNORED,
-        reduction=reduction,
+        found = of_head(
+            model, micro_batch, lambda *arguments: target_loss.of_head(*arguments)[:, None]
+        )
+        return Predicted(found.value[:, 0], found.outputs)
+    assert micro_batch.targets is not None
+    whole = logits(model, micro_batch.inputs, micro_batch.positions).float()
+    return Predicted(
+        target_loss.of_logits(whole, micro_batch.at_positions(micro_batch.targets)), None
     )
-    return losses, outputs
 
 
 def add_router_loss(
     summed: torch.Tensor,
     model: nn.Module,
-    outputs: ModelOutput,
+    found: Predicted,
     micro_batch: MicroBatch,
     count: torch.Tensor | int | None = None,
 ) -> torch.Tensor:
     """The loss with the gradient of the router's auxiliary loss, if the model returns one. `count`
     is what the caller divides the loss by; None: the number of targets."""
-    if not torch.is_grad_enabled() or getattr(outputs, "aux_loss", None) is None:
+    if not torch.is_grad_enabled():
         return summed
-    router_loss = _router_loss(model, outputs, micro_batch, count)
-    return summed + (router_loss - router_loss.detach())
+    auxiliary = _router_loss(model, found, micro_batch, count)
+    return summed if auxiliary is None else summed + (auxiliary - auxiliary.detach())
 
 
 def _router_loss(
     model: nn.Module,
-    outputs: ModelOutput,
+    found: Predicted,
     micro_batch: MicroBatch,
     count: torch.Tensor | int | None,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """Load-balancing loss of a mixture of experts, times its coefficient and the number of targets:
     with one micro-batch, the mean over targets is what transformers adds to its loss.
 
     Padding, by the micro-batch's `text_mask` or `attention_mask`, counts only in models without
     `num_experts` and `num_experts_per_tok`.
     """
-    model = getattr(model, "module", model)  # unwrap DistributedDataParallel
+    text = micro_batch.text_mask
+    text = micro_batch.inputs.get("attention_mask") if text is None else text
+    auxiliary: torch.Tensor | None = getattr(found.outputs, "aux_loss", None)
+    if auxiliary is None:
+        return None
+    if text is not None and hasattr(model, "num_experts") and hasattr(model, "num_experts_per_tok"):
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        auxiliary = load_balancing_loss_func(
+            found.outputs.router_logits, model.num_experts, model.num_experts_per_tok, text
+        )
     config = model.config
     coefficient = None
     for place in (getattr(config, "text_config", None), config, model):
@@ -227,14 +160,6 @@ def _router_loss(
             f"{type(model).__name__} returns an auxiliary loss and has no router_aux_loss_coef; "
             "train without it: output_router_logits: false in its config"
         )
-    auxiliary, trained = outputs.aux_loss, micro_batch["targets"] != IGNORED
-    text = micro_batch.get("text_mask", micro_batch.get("attention_mask"))
-    if text is not None and hasattr(model, "num_experts") and hasattr(model, "num_experts_per_tok"):
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-        auxiliary = load_balancing_loss_func(
-            outputs.router_logits, model.num_experts, model.num_experts_per_tok, text
-        )
-    weight = trained.sum() if count is None else count
+    weight = micro_batch.counted.sum() if count is None else count
     result: torch.Tensor = coefficient * weight * auxiliary
     return result

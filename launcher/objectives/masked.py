@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -25,7 +24,7 @@ from launcher.data.dataset import SequenceDataset
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError
-from launcher.models.micro_batch import IGNORED
+from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.models.philox import derived_seed
 from launcher.objectives.base import Example, Objective
 from launcher.objectives.loss import summed_loss
@@ -137,7 +136,7 @@ class Masked(Objective):
         what = f"{self.probability:g} masks no token in {where}"
         return f"data.mask_probability: {what}; raise it, or use more data"
 
-    def loss(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         """See `summed_loss`."""
         return summed_loss(model, micro_batch, self.target_loss)
 
@@ -156,16 +155,16 @@ class Masked(Objective):
 def collate_masked(rows: list[Sample], inputs: TextInputs) -> Collated:
     """A micro-batch of rows whose targets are those of the same tokens: `input_ids`, `targets` and
     `attention_mask` (rows, tokens), padded on the right to the longest row as in `padded_width`,
-    and `target_positions` as of `collate_sequences`."""
+    and `positions` as of `collate_sequences`."""
     ids = [row["input_ids"] for row in rows]
     width = inputs.width_of(rows)
-    tensors: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "input_ids": padded(ids, width, inputs.padding),
         # A row without tokens attends to its padding: a softmax over nothing is not a number
         "attention_mask": padded(
             [np.ones(max(1, len(row)), dtype=np.int64) for row in ids], width, 0
         ),
-        "targets": padded([row["targets"] for row in rows], width, IGNORED),
     }
-    tensors["target_positions"] = (tensors["targets"].flatten() != IGNORED).nonzero()[:, 0]
-    return collated(tensors, rows)
+    targets = padded([row["targets"] for row in rows], width, IGNORED)
+    positions = (targets.flatten() != IGNORED).nonzero()[:, 0]
+    return collated(MicroBatch(arguments, targets, positions), rows)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from launcher.data.collation import Collated, Sample, TextInputs, with_positions
+from launcher.models.micro_batch import MicroBatch
 from launcher.objectives.base import Objective
 from launcher.objectives.loss import summed_loss, summed_loss_by_source
 from launcher.objectives.target_loss import TargetLoss, load_target_loss
@@ -36,13 +36,13 @@ class NextToken(Objective):
         return cls(target_loss=load_users_loss(recipe) if trained else None)
 
     def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated:
-        """See `collate_sequences`. For a loss of the user's, `target_positions` are all targets."""
+        """See `collate_sequences`. For a loss of the user's, `positions` are all targets."""
         made = inputs.collate(rows)
         return made if self.target_loss is None else with_positions(made)
 
-    def loss(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         """See `summed_loss` and `summed_loss_by_source`."""
-        summed = summed_loss_by_source if "sources" in micro_batch else summed_loss
+        summed = summed_loss_by_source if micro_batch.sources is not None else summed_loss
         return summed(model, micro_batch, self.target_loss)
 
 

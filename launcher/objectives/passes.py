@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -17,12 +16,12 @@ from launcher.data.batching import (
     RankBatchSampler,
     SampleOrder,
 )
-from launcher.data.collation import Collated
+from launcher.data.collation import Collated, raise_error
 from launcher.data.dataset import MapData, SequenceDataset
 from launcher.data.loader import make_loader, to_device
-from launcher.data.run_data import raise_error
 from launcher.distributed.process_group import gather
 from launcher.distributed.rank_layout import RankLayout
+from launcher.models.micro_batch import MicroBatch
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel
 
@@ -98,12 +97,11 @@ def _sampler(
     )
 
 
-@torch.no_grad()
 def rows_in_order(
     dataset: MapData,
     data: schema.Data,
     wrapped: WrappedModel,
-    compute: Callable[[Mapping[str, Any], Collated], torch.Tensor],
+    compute: Callable[[MicroBatch, Collated], torch.Tensor],
     *,
     first: int,
     micro_batch_size: int,
@@ -123,11 +121,9 @@ def rows_in_order(
     )
     sampler: Any = loader.batch_sampler
     count = sum(map(sampler.micro_batches, range(sampler.steps)))
-    with forward_only(wrapped), task(what, count) as advance:
+    with wrapped.evaluating(), task(what, count) as advance:
         for collated in map(raise_error, loader):
-            micro_batch = to_device(collated["tensors"], ranks.device)
-            with wrapped.forward_context():
-                rows = compute(micro_batch, collated)
+            rows = compute(to_device(collated.micro_batch, ranks.device), collated)
             advance(1)
             yield _on_rank_0(rows[:0] if ranks.tensor_parallel_rank else rows, ranks)
 
@@ -141,12 +137,3 @@ def _on_rank_0(rows: torch.Tensor, ranks: RankLayout) -> torch.Tensor:
     dist.gather(padded, parts, group=ranks.group, group_dst=0)
     found = [part[:count] for part, count in zip(parts or (), counts, strict=False)]
     return torch.cat(found) if found else rows[:0]
-
-
-@contextmanager
-def forward_only(wrapped: WrappedModel) -> Iterator[None]:
-    """Around forward passes without backward passes."""
-    wrapped.model.eval()
-    yield
-    wrapped.reshard()
-    wrapped.model.train()

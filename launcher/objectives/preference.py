@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
 
 from launcher.data.dataset import SequenceDataset
+from launcher.models.micro_batch import MicroBatch
 from launcher.objectives.answers import Answers, Pairs, answer_log_probabilities
 from launcher.objectives.loss import add_router_loss, by_source
 from launcher.recipe import schema
@@ -52,13 +52,13 @@ class Preference(Pairs, Answers):
         ((_, whole),) = super().parts(dataset, document)
         return [("chosen", int(dataset.store.classes[document])), ("rejected", whole)]
 
-    def loss(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of the losses of the pairs, and the sums of `metrics` without gradients: a
         float32 vector. With output_router_logits the gradient includes the router's loss."""
-        sums, outputs = answer_log_probabilities(model, micro_batch)
-        counts, reference = micro_batch["answer_tokens"], micro_batch["reference"]
+        found, extra = answer_log_probabilities(model, micro_batch), micro_batch.extra
+        sums, counts, reference = found.value, extra["answer_tokens"], extra["reference"]
         losses, rewards = pair_losses(sums, counts, reference, self.settings)
-        loss = add_router_loss(losses.sum(), model, outputs, micro_batch, len(counts))
+        loss = add_router_loss(losses.sum(), model, found, micro_batch, len(counts))
         shown = sums if self.needs_reference else sums / counts
         margins = rewards[:, 0] - rewards[:, 1]
         columns = [*rewards.unbind(1), margins, (margins > 0).float(), *shown.unbind(1)]

@@ -12,10 +12,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 
 from launcher.console import seconds_as_text
 from launcher.data.collation import Collated
@@ -24,8 +26,8 @@ from launcher.data.run_data import RunData
 from launcher.distributed.process_group import from_rank_0
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import TrainingError
+from launcher.models.micro_batch import MicroBatch
 from launcher.objectives.kept_files import SAVED_SECONDS, Reference, ReferenceFile
-from launcher.objectives.loss import MicroBatch
 from launcher.objectives.passes import rows_in_order
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel
@@ -36,7 +38,7 @@ logger = logging.getLogger(__name__)
 def with_references(
     data: RunData,
     wrapped: WrappedModel,
-    compute: Callable[[MicroBatch], torch.Tensor],
+    compute: Callable[[nn.Module, MicroBatch], torch.Tensor],
     *,
     answers: int,
     micro_batch_size: int,
@@ -75,7 +77,8 @@ def with_references(
                 )
                 computed.append(key)
             used[key] = found
-        return replace(dataset, objective=replace(dataset.objective, reference=used[key]))
+        objective: Any = dataset.objective  # one of `Answers`, whose module imports this one
+        return replace(dataset, objective=replace(objective, reference=used[key]))
 
     completed = data.changed(complete)
     if file is not None and ranks.rank == 0 and (computed or used.keys() != read.keys()):
@@ -116,7 +119,7 @@ def _compute(
     dataset: SequenceDataset,
     data: schema.Data,
     wrapped: WrappedModel,
-    compute: Callable[[MicroBatch], torch.Tensor],
+    compute: Callable[[nn.Module, MicroBatch], torch.Tensor],
     found: Reference,
     *,
     first: int,
@@ -129,9 +132,10 @@ def _compute(
     started = saved = time.monotonic()
     count, saves = 0, ranks.rank == 0
 
-    def with_documents(tensors: MicroBatch, collated: Collated) -> torch.Tensor:
-        sums = compute(tensors).double()
-        documents = torch.from_numpy(collated["documents"]).to(sums)
+    def with_documents(micro_batch: MicroBatch, collated: Collated) -> torch.Tensor:
+        sums = wrapped.without_gradients(compute, micro_batch).double()
+        assert collated.documents is not None
+        documents = torch.from_numpy(collated.documents).to(sums)
         return torch.cat([documents[:, None], sums], 1)
 
     for rows in rows_in_order(

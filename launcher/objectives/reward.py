@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -17,7 +16,9 @@ from launcher.data.dataset import SequenceDataset
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
 from launcher.models.applied import applied
-from launcher.models.micro_batch import IGNORED
+from launcher.models.chunked_loss import Head, Transform
+from launcher.models.micro_batch import IGNORED, MicroBatch
+from launcher.models.predictions import logits
 from launcher.objectives.answers import Pairs
 from launcher.objectives.base import Example
 from launcher.objectives.loss import by_source
@@ -25,8 +26,6 @@ from launcher.recipe import schema
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_NOT_INPUTS = ("ends", "margins", "text_mask", "sources", "source_count")
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,13 @@ class Reward(Pairs):
     shows_loss: ClassVar[bool] = False
 
     def change_model(self, model: PreTrainedModel, *, row_length: int) -> None:
-        """See `TokenScores`."""
-        TokenScores(model)
+        """Raises RecipeError if the model does not score each token."""
+        if not isinstance(getattr(model, "score", None), nn.Module):
+            raise RecipeError(
+                f"model.task: reward: {type(model).__name__} does not score each token (it has no "
+                "module `score`); give a causal language model, such as llama or qwen3"
+            )
+        applied(model).head = Head(model.score, Transform())
 
     def for_model(self, data: schema.Data, model: ModelInputs) -> Reward:
         """With the model's id for padding."""
@@ -75,13 +79,13 @@ class Reward(Pairs):
         marks: list[bool] = (targets != IGNORED).tolist()
         return marks
 
-    def loss(self, model: nn.Module, micro_batch: Mapping[str, Any]) -> torch.Tensor:
+    def loss(self, model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum over pairs of -log sigmoid(chosen - rejected - margin) of their scores, and the
         sums of `metrics` without gradients: a float32 vector."""
-        inputs = {name: value for name, value in micro_batch.items() if name not in _NOT_INPUTS}
-        scores = model(**inputs, use_cache=False).logits.float().flatten()[micro_batch["ends"]]
+        extra = micro_batch.extra
+        scores = logits(model, micro_batch.inputs).float().flatten()[extra["ends"]]
         margins = scores[:, 0] - scores[:, 1]
-        losses = -logsigmoid(margins - micro_batch["margins"])
+        losses = -logsigmoid(margins - extra["margins"])
         columns = [(margins > 0).float(), margins, scores.mean(1)]
         further = torch.stack(columns).sum(1).detach()
         return torch.cat([losses.sum().view(1), further, by_source(losses, micro_batch)])
@@ -90,38 +94,6 @@ class Reward(Pairs):
         """A pair in each row."""
         answers = ((half, last_target(half)) for half in np.array_split(about.ids()[0], 2))
         return [make_sample(answers) | {"margins": np.zeros(1, dtype=np.float32)}] * about.rows
-
-
-class TokenScores:
-    """Replaces the forward methods of a classifier and of its head: the model returns the logits of
-    every token, (rows, tokens, 1), not only those of the last token of a row. So a row may hold
-    several texts. The head must be the module `score`, which transformers applies to every token.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        head = getattr(model, "score", None)
-        if not isinstance(head, nn.Module):
-            raise RecipeError(
-                f"model.task: reward: {type(model).__name__} does not score each token (it has no "
-                "module `score`); give a causal language model, such as llama or qwen3"
-            )
-        self._model_forward, self._head_forward = model.forward, head.forward
-        self._logits: torch.Tensor | None = None
-        model.forward, head.forward = self._forward, self._forward_head
-        applied(model).token_scores = self
-
-    def _forward(self, *args: object, **kwargs: object) -> Any:
-        try:
-            outputs = self._model_forward(*args, **kwargs)
-            outputs.logits = self._logits
-        finally:
-            self._logits = None
-        return outputs
-
-    def _forward_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self._head_forward(hidden)
-        self._logits = logits
-        return logits
 
 
 def last_target(ids: npt.NDArray[Any], padding: int | None = None) -> npt.NDArray[np.int64]:
@@ -138,11 +110,7 @@ def collate_scored(rows: list[Sample], inputs: TextInputs) -> Collated:
     whose scores are those of the chosen and the rejected answers, and `margins` are (pairs,).
     `loss_tokens` is the number of pairs."""
     made = inputs.collate(rows, several_documents=True)
-    tensors = made["tensors"]
-    tensors.pop("target_positions", None)
-    ends = (tensors.pop("targets").flatten() != IGNORED).nonzero().view(-1, 2)
+    ends = made.micro_batch.counted.flatten().nonzero().view(-1, 2)
     margins = torch.from_numpy(np.concatenate([row["margins"] for row in rows]))
-    return made | {
-        "tensors": tensors | {"ends": ends, "margins": margins},
-        "loss_tokens": len(ends),
-    }
+    micro_batch = MicroBatch(made.micro_batch.inputs, extra={"ends": ends, "margins": margins})
+    return replace(made, micro_batch=micro_batch, loss_tokens=len(ends), loss_weight=None)

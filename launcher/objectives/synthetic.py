@@ -14,11 +14,11 @@ from launcher.data.loader import (
     MicroBatches,
     StepStatistics,
     StepTotals,
-    Tensors,
     to_device,
 )
 from launcher.data.token_store import ModelInputs
 from launcher.distributed.rank_layout import RankLayout
+from launcher.models.micro_batch import MicroBatch
 from launcher.objectives.base import Example, Objective
 from launcher.objectives.loss import Loss
 from launcher.recipe import schema
@@ -28,7 +28,7 @@ from launcher.recipe import schema
 class SyntheticData:
     """A micro-batch in host memory."""
 
-    tensors: Tensors
+    micro_batch: MicroBatch
     loss: Loss
     tokens: int
     loss_tokens: int
@@ -40,7 +40,7 @@ class SyntheticData:
         totals = StepTotals(self.loss_tokens * micro_batches, self.tokens * micro_batches)
         for step in range(1, steps + 1):
             copy = functools.partial(to_device, device=ranks.device)
-            moved = MicroBatches([self.tensors] * micro_batches, copy)
+            moved = MicroBatches([self.micro_batch] * micro_batches, copy)
             yield GlobalBatch(step, moved, StepStatistics(totals, ranks), step, 0.0)
 
 
@@ -65,4 +65,4 @@ def synthetic_data(
         generator=np.random.default_rng(0),
     )
     objective, made = objective.with_example(about)
-    return SyntheticData(made["tensors"], objective.loss, made["tokens"], made["loss_tokens"])
+    return SyntheticData(made.micro_batch, objective.loss, made.tokens, made.loss_tokens)

@@ -35,9 +35,8 @@ from launcher.errors import RecipeError, TrainingError
 from launcher.files import checksum_of
 from launcher.models.build import vocabulary_size
 from launcher.models.chunked_loss import computes_loss
-from launcher.models.micro_batch import Masking
+from launcher.models.micro_batch import Masking, MicroBatch
 from launcher.objectives.kept_files import TeacherFile, top_k_dtype
-from launcher.objectives.loss import MicroBatch
 from launcher.objectives.passes import rows_in_order
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
@@ -98,7 +97,8 @@ def with_teacher(
     distilled: dict[str, SequenceDataset] = {}
     for name, part in parts.items():
         mine = stored[begin : begin + first[name][-1]]
-        objective = replace(part.objective, teacher=mine, first=first[name])
+        objective: Any = part.objective  # a `Distillation`, whose module imports this one
+        objective = replace(objective, teacher=mine, first=first[name])
         distilled[name] = replace(part, objective=objective)
         begin += first[name][-1]
     if isinstance(training, MixtureDataset):
@@ -155,11 +155,11 @@ def _predictions(
     """The rows of the data set from the sequence `first` on, in order, in parts, on rank 0. Every
     rank must read all."""
 
-    def compute(tensors: MicroBatch, collated: Collated) -> torch.Tensor:
+    def compute(micro_batch: MicroBatch, collated: Collated) -> torch.Tensor:
         # From the tensors on the CPU: a GPU would be waited for to learn the number of positions
-        found = with_positions(collated)["tensors"]["target_positions"]
-        tensors = {**tensors, "target_positions": to_device(found, ranks.device)}
-        return predict(teacher.model, tensors)
+        found = with_positions(collated).micro_batch.positions
+        positions = to_device(found, ranks.device)
+        return teacher.without_gradients(predict, replace(micro_batch, positions=positions))
 
     for values in rows_in_order(
         dataset,

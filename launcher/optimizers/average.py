@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +15,11 @@ from launcher.checkpoint.state import AVERAGE
 from launcher.models.shards import local_rows
 
 
-def average_weights(optimizer: torch.optim.Optimizer, decay: float) -> None:
-    """Starts an average with the present weights. After each step of the optimizer it becomes decay
-    * average + (1 - decay) * weights; a skipped step does not change it."""
+def create_averages(optimizer: torch.optim.Optimizer) -> None:
+    """Starts an average with the present weights."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             optimizer.state[parameter][AVERAGE] = parameter.detach().clone()
-    optimizer.register_step_post_hook(partial(_update, decay))
 
 
 def _local_parts(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -34,7 +31,9 @@ def _local_parts(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @torch.no_grad()
-def _update(decay: float, optimizer: Any, *unused: object) -> None:
+def update_averages(optimizer: Any, decay: float) -> None:
+    """After a step of the optimizer: the averages become decay * average + (1 - decay) * weights. A
+    skipped step does not change them."""
     share = (1 - decay) * (1 - optimizer.found_inf)
     for average, weights in _local_parts(optimizer):
         average.lerp_(weights, share)

@@ -9,20 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from launcher.errors import RecipeError
 from launcher.libraries.private import fused_sgd_
 from launcher.models.initialization import clean_name
 from launcher.models.shards import local_rows
 from launcher.optimizers.adafactor import Adafactor
-from launcher.optimizers.average import average_weights
+from launcher.optimizers.average import create_averages
 from launcher.optimizers.low_precision import Group, LowPrecisionAdamW, State
 from launcher.optimizers.matrices import decayed_parameters, orthogonalized_parameters
 from launcher.optimizers.muon import Muon
 from launcher.optimizers.offload import OffloadedOptimizer, StateFile
 from launcher.recipe import schema
-from launcher.strategies.ddp import shard_rows, shard_update
 
 LearningRate = Callable[[int], float]
 """Learning rate of a step; steps count from 1."""
@@ -33,7 +31,7 @@ def make_optimizer(
     optimizer: schema.Optimizer,
     *,
     seed: int = 0,
-    optimizer_mesh: DeviceMesh | None = None,
+    optimized: Callable[[nn.Parameter], nn.Parameter] = lambda parameter: parameter,
     cpu_offload: schema.CpuOffload | None = None,
     blocks: Iterable[nn.Module] = (),
     ratios: Mapping[str, float] | None = None,
@@ -46,25 +44,22 @@ def make_optimizer(
     `found_inf`, which skips the step. The loop clips and skips through them, without waiting and
     without another pass over the gradients.
 
-    `seed` is that of stochastic rounding. Muon orthogonalizes the matrices of the `blocks`. Raises
+    optimized: see `WrappedModel.optimized`. `seed` is that of stochastic rounding. Muon orthogonalizes the matrices of the `blocks`. Raises
     RecipeError if they have none. ratios: of the learning rates of these parameters over that of the
     others, by name: `ratio` of their parameter groups. state_file: see `OffloadedOptimizer`.
     """
     ratios = ratios or {}
-    trained = {clean_name(n): p for n, p in model.named_parameters() if p.requires_grad}
+    trained = {
+        clean_name(name): optimized(parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
     decayed = decayed_parameters(model).keys() & trained.keys()
     inner: set[str] = set()
     if optimizer.name == "muon":
         inner = orthogonalized_parameters(model, blocks).keys() & trained.keys()
         if not inner:
             raise RecipeError("optimizer.name: muon: the model has no matrix in a block; use adamw")
-    pairs = []
-    if optimizer_mesh is not None:
-        # A scalar has no rows: each rank updates all of it
-        whole = [p for p in trained.values() if p.ndim]
-        pairs = [(p, nn.Parameter(shard_rows(p, optimizer_mesh))) for p in whole]
-        shards = {id(p): shard for p, shard in pairs}
-        trained = {name: shards.get(id(p), p) for name, p in trained.items()}
 
     def sort(name: str, parameter: torch.Tensor) -> tuple[int, float]:
         number = 3 if name in inner else 2 if name in decayed else min(parameter.ndim, 1)
@@ -79,21 +74,12 @@ def make_optimizer(
             if named:
                 groups.append({"params": named, "ratio": ratio, **options})
     made = _make(groups, optimizer, seed)
-    made.register_step_post_hook(_increment_versions)
     if cpu_offload is not None and (cpu_offload.what == "optimizer" or cpu_offload.optimizer_path):
         return OffloadedOptimizer(made, cpu_offload, state_file=state_file)
-    shard_update(made, pairs)
     create_state(made)
     if optimizer.ema is not None:
-        average_weights(made, optimizer.ema)
+        create_averages(made)
     return made
-
-
-def _increment_versions(optimizer: torch.optim.Optimizer, *unused: object) -> None:
-    """Increments the version counters of the parameters, by which `OneRank` sees that they were
-    written. torch's fused operators and Triton's kernels do not."""
-    for group in optimizer.param_groups:
-        torch.autograd.graph.increment_version(group["params"])
 
 
 def _make(groups: list[Group], optimizer: schema.Optimizer, seed: int) -> torch.optim.Optimizer:

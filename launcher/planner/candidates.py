@@ -127,7 +127,7 @@ def variants(
     if compiles and machine.device == "cuda" and not eager:
         compiled = dataclasses.replace(written.model, compile=True)
         found += [dataclasses.replace(recipe, model=compiled) for recipe in found]
-    if logits and written.model.keep_logits is True:
+    if logits and written.model.keeps_logits:
         found += [_without_logits(recipe) for recipe in found]
     return found
 

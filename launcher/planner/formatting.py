@@ -72,7 +72,7 @@ def strategy_text(recipe: Recipe, ranks: int) -> str:
             parts.append(f"{strategy.replicate} copies")
         if not strategy.reshard_after_backward:
             parts.append("kept after backward")
-        if strategy.sync_every_micro_batch is False:
+        if not strategy.syncs_every_micro_batch:
             parts.append("one reduction a step")
     for each in PARALLEL_SIZES:
         if (size := getattr(strategy, each.key)) > 1:

@@ -271,7 +271,7 @@ def _train(recipe: Recipe, ranks: RankLayout, mark: Callable[[str], None], *, st
     """Sets a mark at each phase. Returns sizes of storages, as fields of `Measurement`."""
     ranks = ranks.with_sizes(recipe.strategy)
     device, sizes = ranks.device, dict[str, object]()
-    random = with_random_weights(recipe, compile=recipe.model.compile is True)
+    random = with_random_weights(recipe, compile=recipe.model.compiles)
     prepared = prepare_model(random, device=device)
     data = prepared.synthetic_data(recipe.data, recipe.batch, row_part(ranks))
     wrapped = prepared.wrap(random, ranks)
@@ -289,7 +289,13 @@ def _train(recipe: Recipe, ranks: RankLayout, mark: Callable[[str], None], *, st
             sizes["gradients"] = storage_bytes(gradients, device=device.type)
 
     scale = LossScale(device, enabled=prepared.compute_dtype == torch.float16)
-    update = Update(optimizer, lambda step: 1e-4, scale, recipe.optimizer.max_grad_norm)
+    update = Update(
+        optimizer,
+        lambda step: 1e-4,
+        scale,
+        recipe.optimizer.max_grad_norm,
+        average_decay=recipe.optimizer.ema,
+    )
     for _ in train_steps(
         wrapped, batches, loss=data.loss, update=update, ranks=ranks.size, heartbeat=heartbeat
     ):
@@ -307,7 +313,8 @@ def _train(recipe: Recipe, ranks: RankLayout, mark: Callable[[str], None], *, st
 
 def _with_own_tensors(batch: GlobalBatch) -> GlobalBatch:
     """On the CPU synthetic micro-batches share memory of numpy; a loader gives each its own."""
-    copies = MicroBatches(batch.micro_batches, partial(tree_map_only, torch.Tensor, torch.clone))
+    clone = partial(tree_map_only, torch.Tensor, torch.clone)
+    copies = MicroBatches(batch.micro_batches, lambda each: each.mapped(clone))
     return dataclasses.replace(batch, micro_batches=copies)
 
 

@@ -74,7 +74,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         note = f"estimated, good to some 20 %: the model does not run on fake tensors ({error})"
         return dataclasses.replace(estimated, notes=(note, *notes))
     step = _STEPS[key]
-    if recipe.model.compile is True:
+    if recipe.model.compiles:
         work = Work(profile, recipe, ranks=machine.ranks)
         blocks = [*work.tower, *work.blocks]
         both = zip(blocks, [*work.tower_recomputed, *work.recomputed], strict=True)
@@ -180,7 +180,7 @@ def _room(profile: ModelProfile, recipe: Recipe, step: StepMemory, *, ranks: int
         before = step.phases["forward"].components.gradients  # of an earlier micro-batch
         return whole - min(whole, max(before, of_moment - gathered))
 
-    if strategy.sync_every_micro_batch is False:  # gradients are unsharded until the last one
+    if not strategy.syncs_every_micro_batch:  # gradients are unsharded until the last one
         return max(LEAST_ROOM, whole + gathered)
     passes = (moment for moment in step.timeline if moment.phase != "optimizer")
     beyond = max(moment.total + unused(moment) for moment in passes) - step.peak.total
@@ -293,7 +293,7 @@ def _image_note(profile: ModelProfile, recipe: Recipe) -> Iterator[str]:
 
 
 def _notes(recipe: Recipe, machine: Machine) -> Iterator[str]:
-    if recipe.model.compile is True:
+    if recipe.model.compiles:
         yield (
             "compiled blocks save what torch.compile's partition of a block saves; what they compute "
             "meanwhile is counted as in eager blocks"

@@ -335,7 +335,7 @@ def profile_model(recipe: Recipe, *, device: Device) -> ModelProfile:
     mixed = recipe.strategy.mixed_precision
     divided = recipe.strategy.tensor_parallel_size
     model = dataclasses.replace(with_random_weights(recipe).model, keep_logits="auto")
-    compiled = recipe.model.compile is True
+    compiled = recipe.model.compiles
     images = recipe.images
     key = repr((model, images, recipe.lora, recipe.data, mixed, device, divided, compiled))
     if key not in _PROFILES:
@@ -344,7 +344,7 @@ def profile_model(recipe: Recipe, *, device: Device) -> ModelProfile:
 
 
 def _profile(recipe: Recipe, device: Device) -> ModelProfile:
-    compiled = recipe.model.compile is True
+    compiled = recipe.model.compiles
     recipe = with_random_weights(recipe)
     prepared = prepared_model(recipe, device=device)
     profile = profile_of_shapes(prepared, recipe, device=device)
@@ -439,7 +439,7 @@ def _tower_profile(
     images = None if prepared.planned_images is None else prepared.planned_images.tower
     if images is None:
         return TowerProfile(tuple(blocks))
-    tensors = _one_row(prepared, recipe).tensors
+    tensors = _one_row(prepared, recipe).micro_batch.inputs
     places = tensors["image_positions"].numpy()
     products, attention = images.forward_operations(tensors["tower"], len(places))
     patches, pixels = images.patches(tensors["tower"]), tensors["tower"]["pixel_values"].nbytes

@@ -150,7 +150,7 @@ def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
         else _float32_flops(work.recipe.run.float32_matmul, machine)
     )
 
-    compiled = work.recipe.model.compile is True
+    compiled = work.recipe.model.compiles
     savings = (FUSED_MOVED, FUSED_LAUNCHES) if compiled else (1.0, 1.0)
     checkpointing = work.recipe.activation_checkpointing
     selects = checkpointing is not None and checkpointing.mode == "selective" and not compiled

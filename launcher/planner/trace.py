@@ -173,7 +173,7 @@ def _run(
             else:
                 tracker.mark_host(wrapped.module.parameters(), pinned=pinned)
             tracker.mark(wrapped.module.buffers(), "parameters")
-            tracker.mark(getattr(wrapped.model, "buckets", ()), "gradients")
+            tracker.mark(getattr(wrapped.root, "buckets", ()), "gradients")
             optimizer = prepared.make_optimizer(
                 wrapped,
                 recipe,
@@ -182,19 +182,25 @@ def _run(
             observer = _Observer(tracker, wrapped, optimizer, offload=offload, device=device)
             observer.watch({**prepared.blocks, **prepared.tower, **_head(wrapped.module)})
             if isinstance(wrapped, Fsdp):
-                for module in wrapped.module.modules():
+                for module in wrapped.root.modules():
                     module.register_forward_pre_hook(observer.label_unsharded)
             scale = LossScale(CPU, enabled=prepared.compute_dtype == torch.float16)
-            update = Update(optimizer, lambda step: 1e-3, scale, recipe.optimizer.max_grad_norm)
+            update = Update(
+                optimizer,
+                lambda step: 1e-3,
+                scale,
+                recipe.optimizer.max_grad_norm,
+                average_decay=recipe.optimizer.ema,
+            )
             # DTensor computes the shapes of an operation on whole tensors when it first sees it.
             # The first step, which only updates, keeps these tensors out of the second
-            losses = chain(
-                [observer.no_loss], repeat(observer.no_loss if only_update else data.loss)
-            )
+            passes, none = wrapped.accumulate, observer.no_passes
+            each = chain([none], repeat(none if only_update else passes))
+            wrapped.accumulate = lambda *given, **options: next(each)(*given, **options)  # type: ignore[method-assign]
             steps = train_steps(
                 wrapped,
                 _batches(data, micro_batches),
-                loss=lambda model, micro_batch: next(losses)(model, micro_batch),
+                loss=data.loss,
                 update=update,
                 ranks=ranks.size,
                 heartbeat=observer.heartbeat,
@@ -212,7 +218,7 @@ def _logits_label(
 ) -> Callable[[torch.Tensor], Label | None]:
     """A function that labels logits by their shape. Each tensor parallel rank has a part of
     them."""
-    widths, positions = set(), data.tensors.get("target_positions")
+    widths, positions = set(), data.micro_batch.positions
     tokens = data.tokens if positions is None else len(positions)
     if vocabulary := prepared.vocabulary:
         vocabulary = -(-vocabulary // tensor_parallel_size)
@@ -234,9 +240,9 @@ def _head(model: nn.Module) -> dict[str, nn.Module]:
 def _batches(data: SyntheticData, micro_batches: int) -> Iterator[GlobalBatch]:
     """Batches of two steps. Only the second one counts."""
     statistics: Any = SimpleNamespace(loss_tokens=lambda: torch.ones(()))
+    empty = partial(tree_map_only, torch.Tensor, torch.empty_like)
     for step, count in ((1, 1), (2, micro_batches)):
-        copy = partial(tree_map_only, torch.Tensor, torch.empty_like)
-        fake = MicroBatches([data.tensors] * count, copy)
+        fake = MicroBatches([data.micro_batch] * count, lambda each: each.mapped(empty))
         yield GlobalBatch(step, fake, statistics, step, 0.0)
 
 
@@ -254,7 +260,7 @@ class _Observer:
     ) -> None:
         """`offload` is None on CPUs, where host memory is the device's."""
         self._workspaces = CUBLAS_WORKSPACES if device == "cuda" else 0
-        self._buckets: list[torch.Tensor] = getattr(wrapped.model, "buckets", [])
+        self._buckets: list[torch.Tensor] = getattr(wrapped.root, "buckets", [])
         self._pinned = offload.pin_memory if offload and offloads_parameters(offload) else None
         self._tracker, self._optimizer = tracker, optimizer
         self.trained = [p for p in wrapped.module.parameters() if p.requires_grad]
@@ -295,14 +301,24 @@ class _Observer:
         gradients = [p.grad for p in self.trained if p.grad is not None]
         self._tracker.mark(gradients, self._gradients)
 
-    def no_loss(self, model: nn.Module, micro_batch: object) -> torch.Tensor:
-        """Takes the place of a forward and a backward pass, and sets gradients of zeros."""
+    def no_passes(
+        self,
+        micro_batches: Sequence[object],
+        loss: object,
+        factor: torch.Tensor,
+        *,
+        heartbeat: Callable[[str], None],
+        stop_reached: Callable[[], bool],
+    ) -> torch.Tensor:
+        """Takes the place of `WrappedModel.accumulate`, and sets gradients of zeros."""
+        for phase in ("forward", "backward") * len(micro_batches):
+            heartbeat(phase)
         gradients = self._buckets or [torch.zeros_like(parameter) for parameter in self.trained]
         for parameter, gradient in zip(self.trained, gradients, strict=True):
             parameter.grad = gradient
         if self._pinned is not None:
             self._tracker.mark_host(gradients, pinned=self._pinned)
-        return torch.empty(0, requires_grad=True).sum()
+        return torch.zeros_like(factor)
 
     def watch(self, modules: dict[str, nn.Module]) -> None:
         """Follows modules through forward, backward and recomputation."""

@@ -166,7 +166,7 @@ class Work:
             self.logits_width = chunk_width(self.tokens, profile.vocabulary)
         self.chunked = self.logits_width < profile.vocabulary
         # Bytes of logits that are kept until the backward pass
-        keeps = self.chunked and recipe.model.keep_logits is True
+        keeps = self.chunked and recipe.model.keeps_logits
         self.kept_logits = self.size * self.tokens * profile.vocabulary if keeps else 0
         classes = [self._block(kind, weights) for kind, weights in enumerate(profile.classes)]
         self.blocks = [classes[kind] for kind in profile.block_classes]
@@ -193,7 +193,7 @@ class Work:
             saved = of_class[kind]
             eager, selective = float(self.rows * saved.kept), float(self.rows * saved.selected)
             kept = eager
-            if self.recipe.model.compile is True and saved.compiled is not None:
+            if self.recipe.model.compiles and saved.compiled is not None:
                 kept = float(self.rows * saved.compiled)
             moved, launches = float(self.rows * saved.moved), saved.launches
             checkpointing = self.recipe.activation_checkpointing
@@ -241,7 +241,7 @@ class Work:
         if saved is not None:
             eager, selective = float(rows * saved.kept), float(rows * saved.selected)
             kept = eager
-            if self.recipe.model.compile is True and saved.compiled is not None:
+            if self.recipe.model.compiles and saved.compiled is not None:
                 kept = float(rows * saved.compiled)
             moved, launches = float(rows * saved.moved), saved.launches
         else:

@@ -144,6 +144,16 @@ class Model(Section):
         """Whether the class in transformers is AutoModelForSequenceClassification."""
         return self.task in ("sequence_classification", "reward")
 
+    @property
+    def compiles(self) -> bool:
+        """`compile`; auto, before it is replaced, is false."""
+        return self.compile is True
+
+    @property
+    def keeps_logits(self) -> bool:
+        """`keep_logits`; auto, before it is replaced, is false."""
+        return self.keep_logits is True
+
 
 class Source(Section):
     """One part of a mixture. Its keys that are null have the values of the same keys of data."""
@@ -433,6 +443,19 @@ class Strategy(Section):
     sync_every_micro_batch: StrictBool | Literal["auto"] = "auto"
     """true: reduce gradients after each micro-batch (less memory). false: after the last (less
     traffic). auto: false with ddp, and with fsdp if that leaves 15 % of the memory free."""
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """`reshard_after_forward`; auto, before it is replaced, is true: it needs less memory."""
+        return self.reshard_after_forward is not False
+
+    @property
+    def syncs_every_micro_batch(self) -> bool:
+        """`sync_every_micro_batch`; auto, before it is replaced, is true with fsdp, whose gradients
+        would be whole until the last micro-batch, and false with ddp, where they always are."""
+        if self.sync_every_micro_batch == "auto":
+            return self.kind != "ddp"
+        return self.sync_every_micro_batch
 
 
 class ActivationCheckpointing(Section):

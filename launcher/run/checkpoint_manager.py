@@ -84,13 +84,16 @@ class CheckpointManager:
             self._settings,
             group=self._group,
             device=self._ranks.device,
-            optimizer=training.optimizer,
             before_write=run.check,
         )
         self._replicas = Replicas(self._tensors, self._ranks.group)
         if self._settings.saves:
             local = rank_state(self._module, self._ranks.device)
             self._checkpointer.prepare(self._tensors, local=local)
+
+    def wait_staged(self) -> None:
+        """Waits until a save that has begun has copied the weights."""
+        self._checkpointer.wait_staged()
 
     def _frozen_weights(self) -> str | None:
         """Digest of the weights in model.path if some of them are frozen: a resume reads these

@@ -32,6 +32,7 @@ from launcher.errors import DivergedError
 from launcher.files import replace_text
 from launcher.metrics.sinks import Sink, open_sinks, remove_later_steps
 from launcher.metrics.slow_ranks import SlowRanks
+from launcher.objectives.base import dataset_objective
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json, Lines
 from launcher.reliability.run_directory import RunFolder
@@ -289,7 +290,7 @@ class Reporter:
         if not self._main:
             return known
         record: Json = {"step": step, **metrics, "eval_tokens": whole.tokens}
-        unit = self._training.data.training.objective.counts_losses
+        unit = dataset_objective(self._training.data.training).counts_losses
         text = (
             f"evaluation after step {step}: loss {whole.loss:.4f} over {whole.tokens:,} {unit} "
             f"({seconds_as_text(seconds)})"

@@ -24,6 +24,7 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError, TrainingError
 from launcher.files import remove_leftovers
 from launcher.models.config_keys import check_config_keys
+from launcher.objectives.base import dataset_objective
 from launcher.recipe.load import LoadedRecipe
 from launcher.recipe.validate import open_keys, open_sizes
 from launcher.reliability.failures import FailureWatch
@@ -175,6 +176,7 @@ class TrainingRun:
                 rank.watch.save_requested,
                 self._heartbeat,
                 rank.watch.stop_agreement.reached,
+                self._wait_for_copies,
             ),
             heartbeat=self._progress.heartbeat,
             check_data=self._check_data,
@@ -183,7 +185,7 @@ class TrainingRun:
         loss_note = check_loss(training)
         self._progress.heartbeat("checkpoint")
         recorder.measures_waits = training.wrapped.measures_waits
-        recorder.objective = training.data.training.objective
+        recorder.objective = dataset_objective(training.data.training)
         if isinstance(training.data.training, MixtureDataset):
             recorder.sources = training.data.training.sources
         self._set_timeout(recipe.run.init_timeout)
@@ -390,6 +392,10 @@ class TrainingRun:
             self._rank.failures.stop_before_training(self._rank.stop.signal or "signal")
         self._reporter.flush()
 
+    def _wait_for_copies(self) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.wait_staged()
+
     def _heartbeat(self, phase: str) -> None:
         """The training loop begins a phase."""
         self._reporter.phase(phase)
@@ -419,7 +425,7 @@ class TrainingRun:
             return
         many = step.number == min(self._recipe.run.max_skipped_steps, self._steps)
         if not before and not self._position.step and many:
-            objective = self._training.data.training.objective
+            objective = dataset_objective(self._training.data.training)
             raise RecipeError(objective.no_targets(f"the first {step.number} steps", "data"))
         if not self._warned_of_targets:
             self._warned_of_targets = True

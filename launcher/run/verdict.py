@@ -88,8 +88,7 @@ def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, boo
     gpu, accumulates = profile.free_memory is not None, profile.micro_batches > 1
     memory = profile.free_memory is None or profile.free_memory >= FREE_MEMORY
     fsdp, offload = strategy.kind != "ddp" and memory, strategy.cpu_offload is not None and memory
-    syncs = strategy.sync_every_micro_batch
-    gathers = strategy.reshard_after_forward is not False
+    gathers = strategy.reshards_after_forward
     gathers_again = accumulates and strategy.reshard_after_backward
     mode = None if checkpointing is None else checkpointing.mode
     whole_state = strategy.kind == "ddp" and not strategy.shard_optimizer
@@ -114,7 +113,9 @@ def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, boo
                 and sizes.allows_replicas(profile.nodes)
             ),
             "strategy.sync_every_micro_batch=false": (
-                accumulates and (syncs is True or (fsdp and syncs is not False))
+                accumulates
+                and strategy.syncs_every_micro_batch
+                and (fsdp or strategy.kind == "ddp")
             ),
             "strategy.reshard_after_backward=false": fsdp and gathers_again,
             "strategy.reshard_after_forward=false": fsdp and gathers,

@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from launcher.distributed.rank_layout import RankLayout
-from launcher.libraries.private import foreach_norm
+from launcher.libraries.private import foreach_norm, tree_map_only
 from launcher.recipe import schema
 
+_T = TypeVar("_T")
 InitFn = Callable[[nn.Module, torch.device, torch.device], None]
 """Initialises a meta model: init_fn(model, device of parameters, device of buffers)."""
 
 
-class WrappedModel(ABC):
-    """A model distributed over its ranks. `model` is the wrapper, which is called; `module` is the
-    wrapped model, with its parameters, names and config."""
+class Root(nn.Module):
+    """What a strategy wraps: a function of the model runs inside of its forward pass, and so between
+    the hooks of FSDP or DDP. It has no parameters of its own, and no name is read from it."""
 
-    optimizer_mesh: DeviceMesh | None = None
-    """Mesh of the ranks that shard the optimizer state while parameters are replicated (ZeRO-1)."""
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """`arguments` should be no tensors: FSDP would cast them."""
+        return function(self.model, *arguments)
+
+
+class WrappedModel(ABC):
+    """A model distributed over its ranks. `root` is the wrapper of a `Root`; `module` is the model,
+    with its parameters, names and config."""
+
     measures_waits = True
     """Whether all waits of compute for communication are inside of `waiting`."""
 
-    def __init__(self, model: nn.Module, *, module: nn.Module, ranks: RankLayout) -> None:
-        self.model, self.module, self.waiting = model, module, ranks.waiting
+    def __init__(self, root: nn.Module, *, module: nn.Module, ranks: RankLayout) -> None:
+        self.root, self.module, self.waiting = root, module, ranks.waiting
         self.autocast_dtype: torch.dtype | None = None
         """Forward passes run under autocast with this dtype; None: without."""
         self._device_type = ranks.device.type
@@ -45,6 +57,56 @@ class WrappedModel(ABC):
             return nullcontext()
         return torch.autocast(self._device_type, dtype=self.autocast_dtype)
 
+    def call(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """`function(model, *arguments)` in the precision of forward passes, between the hooks that
+        gather weights and reduce gradients."""
+        with self.forward_context():
+            result: _T = self.root(function, *arguments)
+        return result
+
+    def accumulate(
+        self,
+        micro_batches: Sequence[_T],
+        loss: Callable[[nn.Module, _T], torch.Tensor],
+        factor: torch.Tensor,
+        *,
+        heartbeat: Callable[[str], None] = lambda phase: None,
+        stop_reached: Callable[[], bool] = lambda: False,
+    ) -> torch.Tensor | None:
+        """Runs the micro-batches of a step forwards and backwards. The gradients are those of their
+        summed losses times `factor`. Returns the sum of what `loss` returns, detached; None if
+        `stop_reached`, which is called before each micro-batch, returns true."""
+        total = torch.zeros_like(factor)
+        last = len(micro_batches) - 1
+        for index, micro_batch in enumerate(micro_batches):
+            if stop_reached():
+                return None
+            with self.micro_batch(last=index == last):
+                heartbeat("forward")
+                summed = self.call(loss, micro_batch)
+                heartbeat("backward")
+                differentiated = summed if summed.ndim == 0 else summed[0]
+                (differentiated * factor).backward()  # type: ignore[no-untyped-call]
+                found = summed.detach()
+                total = total.add_(found) if found.ndim == 0 else total + found
+        return total
+
+    def without_gradients(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """`call`, within `evaluating`. Gradients are off before the root runs: DDP would expect a
+        backward pass, and reduce the gradients of a later micro-batch that is not the last."""
+        with torch.no_grad():
+            return self.call(function, *arguments)
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Around calls `without_gradients`: in evaluation mode; weights are sharded again after
+        them."""
+        training = self.root.training
+        self.root.eval()
+        yield
+        self.reshard()
+        self.root.train(training)
+
     @abstractmethod
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """Context around the forward and backward pass of a micro-batch, which sets whether
@@ -52,6 +114,19 @@ class WrappedModel(ABC):
 
     def reshard(self) -> None:  # noqa: B027 (nothing to do without sharding)
         """Frees unsharded weights, after forward passes without a backward pass."""
+
+    def optimized(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer updates in the place of a trained parameter."""
+        return parameter
+
+    def finish_gradients(self) -> None:  # noqa: B027 (most are complete after the backward pass)
+        """Completes the gradients, before their norm is computed."""
+
+    def before_step(self) -> None:  # noqa: B027 (most have the gradients that the optimizer reads)
+        """Gives the optimized parameters their gradients."""
+
+    def after_step(self) -> None:  # noqa: B027 (most share memory with the optimized parameters)
+        """Gives the model the updated parameters."""
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
@@ -78,6 +153,18 @@ def joint_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     else:
         norm = torch.linalg.vector_norm(torch.stack(foreach_norm(tensors)))
     return norm
+
+
+def cast_inputs(module: nn.Module, dtype: torch.dtype) -> None:
+    """Casts floating-point tensors among the arguments of a module, before its other hooks."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def hook(module: nn.Module, args: object, kwargs: object) -> Any:
+        return tree_map_only(torch.Tensor, cast, (args, kwargs))
+
+    module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
 
 
 def compute_dtype(strategy: schema.Strategy) -> torch.dtype:

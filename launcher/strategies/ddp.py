@@ -11,7 +11,6 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from launcher.distributed.process_group import all_gather_single
 from launcher.distributed.rank_layout import RankLayout
 from launcher.libraries.private import stop_ddp_timing, wait_for_pending_works
-from launcher.strategies.base import InitFn, WrappedModel, dtype_name
+from launcher.strategies.base import InitFn, Root, WrappedModel, dtype_name
 
 
 class Ddp(WrappedModel):
@@ -45,10 +44,12 @@ class Ddp(WrappedModel):
         names = inspect.signature(DistributedDataParallel.__init__).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in names else "broadcast_buffers"
         no_buffers: dict[str, Any] = {buffers: False}
-        self._ddp: Any = model  # DDP refuses a model without trained parameters, such as a teacher
+        self._ddp: Any = Root(
+            model
+        )  # DDP refuses a model without trained parameters, such as a teacher
         if any(parameter.requires_grad for parameter in model.parameters()):
             self._ddp = data_parallel(
-                model,
+                self._ddp,
                 device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
                 process_group=ranks.group,
                 init_sync=False,  # every rank has initialized the same weights
@@ -57,8 +58,13 @@ class Ddp(WrappedModel):
             )
             stop_ddp_timing(self._ddp)
         super().__init__(self._ddp, module=model, ranks=ranks)
-        if shard_optimizer:
-            self.optimizer_mesh = ranks.shard_mesh
+        self._shards = {
+            # A scalar has no rows: each rank updates all of it
+            whole: nn.Parameter(shard_rows(whole, ranks.shard_mesh))
+            for whole in self._parameters
+            if shard_optimizer and whole.ndim
+        }
+        """Each parameter with its shard, which the optimizer updates (ZeRO-1)."""
         self._group = ranks.group
         # Weights are cast at each use, master weights stay in float32
         self.autocast_dtype = None if param_dtype == torch.float32 else param_dtype
@@ -86,7 +92,7 @@ class Ddp(WrappedModel):
         return (
             f"ddp: whole model on each rank, {master} masters, compute in {compute}, "
             f"gradients all-reduced in {master} after {when}"
-            + (", optimizer state sharded" if self.optimizer_mesh is not None else "")
+            + (", optimizer state sharded" if self._shards else "")
         )
 
     @contextmanager
@@ -101,9 +107,35 @@ class Ddp(WrappedModel):
             yield
         self._reductions += self._reducing
 
+    def optimized(self, parameter: nn.Parameter) -> nn.Parameter:
+        return self._shards.get(parameter, parameter)
 
-Pairs = list[tuple[nn.Parameter, nn.Parameter]]
-"""Pairs of a whole parameter and its shard, a DTensor, which is a parameter of the optimizer."""
+    def before_step(self) -> None:
+        """Gives each shard the gradient of its rows."""
+        for whole, shard in self._shards.items():
+            if whole.grad is not None:
+                assert isinstance(shard, DTensor)
+                shard.grad = shard_rows(whole.grad, shard.device_mesh)
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Gathers the updated shards, and frees the gradients."""
+        works = []
+        for whole, shard in self._shards.items():
+            assert isinstance(shard, DTensor)
+            whole.grad = None
+            group, mine = shard.device_mesh.get_group(), shard.to_local()
+            if whole.shape[0] % group.size() == 0 and whole.is_contiguous():
+                works.append(all_gather_single(whole.detach(), mine, group, async_op=True))
+                continue
+            chunk = -(-whole.shape[0] // group.size())
+            rows = whole.new_empty(group.size() * chunk, *whole.shape[1:])
+            padded = rows[group.rank() * chunk :][:chunk]
+            padded[: len(mine)] = mine
+            all_gather_single(rows, padded, group)
+            whole.copy_(rows[: len(whole)])
+        for work in works:
+            work.wait()
 
 
 def shard_rows(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
@@ -116,37 +148,3 @@ def shard_rows(whole: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
         mine, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
     )
     return sharded
-
-
-def shard_update(optimizer: torch.optim.Optimizer, pairs: Pairs) -> None:
-    """Makes the optimizer's step read gradients of whole parameters, update shards, gather them,
-    and free the gradients."""
-    optimizer.register_step_pre_hook(partial(_shard_gradients, pairs))
-    optimizer.register_step_post_hook(partial(_gather, pairs))
-
-
-def _shard_gradients(pairs: Pairs, *unused: object) -> None:
-    for whole, shard in pairs:
-        if whole.grad is not None:
-            assert isinstance(shard, DTensor)
-            shard.grad = shard_rows(whole.grad, shard.device_mesh)
-
-
-@torch.no_grad()
-def _gather(pairs: Pairs, *unused: object) -> None:
-    works = []
-    for whole, shard in pairs:
-        assert isinstance(shard, DTensor)
-        whole.grad = None
-        group, mine = shard.device_mesh.get_group(), shard.to_local()
-        if whole.shape[0] % group.size() == 0 and whole.is_contiguous():
-            works.append(all_gather_single(whole.detach(), mine, group, async_op=True))
-            continue
-        chunk = -(-whole.shape[0] // group.size())
-        rows = whole.new_empty(group.size() * chunk, *whole.shape[1:])
-        padded = rows[group.rank() * chunk :][:chunk]
-        padded[: len(mine)] = mine
-        all_gather_single(rows, padded, group)
-        whole.copy_(rows[: len(whole)])
-    for work in works:
-        work.wait()

@@ -26,7 +26,9 @@ from launcher.libraries.private import (
 from launcher.recipe.schema import CpuOffload
 from launcher.strategies.base import (
     InitFn,
+    Root,
     WrappedModel,
+    cast_inputs,
     dtype_name,
     joint_norm,
     offloads_parameters,
@@ -155,7 +157,10 @@ class Fsdp(WrappedModel):
         # belong if they are not units of their own
         if last:
             fully_shard(last, reshard_after_forward=False, **policies)
-        fully_shard(model, reshard_after_forward=None if reshard else False, **policies)
+        root = Root(model)
+        fully_shard(root, reshard_after_forward=None if reshard else False, **policies)
+        if policy.param_dtype != torch.float32:
+            cast_inputs(model, policy.param_dtype)  # FSDP casts those of units
         # After the units, which would otherwise leave out all that is in these modules. What these
         # groups gather is small, and stays gathered until the backward pass. So they do not need
         # the hook that this warning is about
@@ -169,18 +174,18 @@ class Fsdp(WrappedModel):
             fully_shard(modules, reshard_after_forward=False, **policies)
         self._in_float32 = len(exact)
         init_fn(model, place, ranks.device)
-        super().__init__(model, module=model, ranks=ranks)
+        super().__init__(root, module=model, ranks=ranks)
         self._partial = {module._parameters[name] for module, name in partial}
-        assert isinstance(model, FSDPModule)
-        self._root: FSDPModule = model
+        assert isinstance(root, FSDPModule)
+        self._root: FSDPModule = root
         if ranks.size > 1:
             # On a CPU collectives block where they start
             blocking = ranks.device.type != "cuda"
-            self.measures_waits = time_fsdp_waits(model, self._timed, blocking=blocking)
+            self.measures_waits = time_fsdp_waits(root, self._timed, blocking=blocking)
         self._sums: HostSums | None = None
         if policy.sync_every_micro_batch and offloads_parameters(cpu_offload):
             sums = HostSums()
-            if after_fsdp_reductions(model, sums.after_reduction):
+            if after_fsdp_reductions(root, sums.after_reduction):
                 self._sums = sums
         self._last: bool | None = None
 
@@ -207,7 +212,7 @@ class Fsdp(WrappedModel):
                 f", optimizer state in {policy.cpu_offload.optimizer_path or 'host memory'}"
             )
         when = "each micro-batch" if policy.sync_every_micro_batch else "the last micro-batch"
-        groups = len(fsdp_groups(self.module))
+        groups = len(fsdp_groups(self.root))
         counted = f"{groups} groups over" if groups else "over"  # 0: the number is not known
         exact = f" ({self._in_float32} weights in float32)" if self._in_float32 else ""
         return (
@@ -237,7 +242,7 @@ class Fsdp(WrappedModel):
 
     def reshard(self) -> None:
         """Shards all parameters again: the root's stay unsharded after a forward pass."""
-        for module in self.module.modules():
+        for module in self.root.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
@@ -251,37 +256,51 @@ class Fsdp(WrappedModel):
             dist.all_reduce(squared, group=self._ranks.shard_mesh.get_group("shard"))
         return squared.sqrt()
 
-    def _joint_squared_norm(self) -> torch.Tensor:
-        """The squared norm of the gradients of this tensor parallel group. A parameter that is
-        replicated over the group counts once.
-
-        Before that, the ranks of the group sum the gradients of which each rank computes a part,
-        and average the gradients of replicated parameters: with different rounding errors, the
-        copies of a parameter would drift apart.
-        """
+    @torch.no_grad()
+    def finish_gradients(self) -> None:
+        """With tensor parallelism, the ranks of a group sum the gradients of which each rank computes
+        a part, and average the gradients of replicated parameters: with different rounding errors,
+        the copies of a parameter would drift apart."""
+        if self._ranks.tensor_parallel_size == 1:
+            return
         group = self._ranks.tensor_parallel_mesh.get_group("tensor")
-        divisors = list[float]()
-        divided, whole = list[torch.Tensor](), list[torch.Tensor]()
+        whole = dict(self._replicated_gradients())
+        if not whole:
+            return
+        divisors = [1.0 if p in self._partial else float(group.size()) for p in whole]
+        gradients = list(whole.values())
+        with self.waiting():
+            foreach_div_(gradients, divisors)
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat, group=group)
+            parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+            same = [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
+            foreach_copy_(gradients, same)
+
+    def _replicated_gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+        """Parameters that every rank of a tensor parallel group holds whole, with this rank's rows of
+        their gradients."""
         for parameter in self._parameters:
             gradient = parameter.grad
             if isinstance(gradient, DTensor):
-                if "tensor" in (gradient.device_mesh.mesh_dim_names or ()):
-                    divided.append(gradient.to_local())
-                else:
-                    whole.append(gradient.to_local())
-                    divisors.append(1 if parameter in self._partial else group.size())
+                if "tensor" not in (gradient.device_mesh.mesh_dim_names or ()):
+                    yield parameter, gradient.to_local()
+
+    def _joint_squared_norm(self) -> torch.Tensor:
+        """The squared norm of the gradients of this tensor parallel group. A parameter that is
+        replicated over the group counts once."""
+        group = self._ranks.tensor_parallel_mesh.get_group("tensor")
+        whole = dict(self._replicated_gradients())
+        divided = [
+            parameter.grad.to_local()
+            for parameter in self._parameters
+            if isinstance(parameter.grad, DTensor) and parameter not in whole
+        ]
         squared = _squared_norm(divided)
-        with self.waiting():
-            if squared is not None:
+        if squared is not None:
+            with self.waiting():
                 dist.all_reduce(squared, group=group)
-            if whole:
-                foreach_div_(whole, divisors)
-                flat = torch.cat([gradient.flatten() for gradient in whole])
-                dist.all_reduce(flat, group=group)
-                parts = torch.split(flat, [gradient.numel() for gradient in whole])
-                same = [part.view_as(g) for part, g in zip(parts, whole, strict=True)]
-                foreach_copy_(whole, same)
-        once = _squared_norm(whole)
+        once = _squared_norm(list(whole.values()))
         return torch.stack([each for each in (squared, once) if each is not None]).sum()
 
 

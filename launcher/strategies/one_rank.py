@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from launcher.distributed.rank_layout import RankLayout
-from launcher.libraries.private import foreach_copy_, tree_map_only, version_of
-from launcher.strategies.base import InitFn, WrappedModel, dtype_name
+from launcher.libraries.private import foreach_copy_, version_of
+from launcher.strategies.base import InitFn, Root, WrappedModel, cast_inputs, dtype_name
 
 
 class OneRank(WrappedModel):
@@ -48,7 +48,7 @@ class OneRank(WrappedModel):
             if id(parameter) in kept
         }
         init_fn(model, ranks.device, ranks.device)
-        super().__init__(model, module=model, ranks=ranks)
+        super().__init__(Root(model), module=model, ranks=ranks)
         self._param_dtype = param_dtype
         never_called = {module for each in unused for module in each.modules()}
         self._uses: list[tuple[nn.Module, str, nn.Parameter]] = [
@@ -67,7 +67,7 @@ class OneRank(WrappedModel):
         self._depth = 0
         if self._masters:
             for unit in dict.fromkeys((model, *units)):
-                unit.register_forward_pre_hook(_cast_inputs(param_dtype), with_kwargs=True)
+                cast_inputs(unit, param_dtype)
 
     @property
     def copies(self) -> list[torch.Tensor]:
@@ -98,6 +98,11 @@ class OneRank(WrappedModel):
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         with self._computing():
             yield
+
+    def after_step(self) -> None:
+        """The copies are made again: torch's fused operators and Triton's kernels write to the masters
+        without increasing their version counters."""
+        torch.autograd.graph.increment_version(self._masters)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
@@ -146,15 +151,3 @@ def _add_gradient(master: nn.Parameter, weight: torch.Tensor) -> None:
         master.grad = gradient.to(master.dtype)
     else:
         master.grad.add_(gradient)
-
-
-def _cast_inputs(dtype: torch.dtype) -> Callable[..., object]:
-    """A forward pre-hook that casts floating-point tensors among the arguments."""
-
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    def hook(module: nn.Module, args: object, kwargs: object) -> object:
-        return tree_map_only(torch.Tensor, cast, (args, kwargs))
-
-    return hook

@@ -114,7 +114,7 @@ def wrap(
             model,
             param_dtype=param_dtype,
             shard_optimizer=strategy.shard_optimizer,
-            sync_every_micro_batch=strategy.sync_every_micro_batch is True,
+            sync_every_micro_batch=strategy.syncs_every_micro_batch,
             ranks=ranks,
             init_fn=init_fn,
             data_parallel=wrappers.data_parallel,
@@ -123,10 +123,10 @@ def wrap(
     policy = FsdpPolicy(
         param_dtype=param_dtype,
         reduce_dtype=getattr(torch, reduce_dtype),
-        reshard_after_forward=strategy.reshard_after_forward is not False,
+        reshard_after_forward=strategy.reshards_after_forward,
         reshard_after_backward=strategy.reshard_after_backward,
         cpu_offload=strategy.cpu_offload,
-        sync_every_micro_batch=strategy.sync_every_micro_batch is not False,
+        sync_every_micro_batch=strategy.syncs_every_micro_batch,
     )
     sharded = Fsdp(
         model,

@@ -9,13 +9,13 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from launcher.data.collation import Collated, Unreadable, raise_error
 from launcher.data.dataset import MapData, SequenceDataset
 from launcher.data.loader import StepStatistics, StepTotals, to_device
-from launcher.data.run_data import raise_error
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
-from launcher.objectives.base import Objective
-from launcher.objectives.passes import evaluation_batches, forward_only
+from launcher.objectives.base import Objective, dataset_objective
+from launcher.objectives.passes import evaluation_batches
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel
 from launcher.training.generation import Generator, Scored
@@ -51,7 +51,7 @@ class Evaluator:
         generator: Generator | None = None,
     ) -> None:
         self._ranks, self._generator = ranks, generator
-        self._loaders: dict[str, tuple[MapData, Iterable[dict[str, Any]]]] = {}
+        self._loaders: dict[str, tuple[MapData, Iterable[Collated | Unreadable]]] = {}
         for name, dataset in datasets.items():
             if not len(dataset):
                 _refuse(name, "no sample")
@@ -72,7 +72,6 @@ class Evaluator:
             )
             self._loaders[name] = (dataset, loader)
 
-    @torch.no_grad()
     def evaluate(
         self,
         wrapped: WrappedModel,
@@ -91,7 +90,7 @@ class Evaluator:
             heartbeat("evaluation")
             return not stop_requested()
 
-        with forward_only(wrapped):
+        with wrapped.evaluating():
             for total, (dataset, loader) in zip(totals, self._loaders.values(), strict=True):
                 counts: torch.Tensor | None = None
                 for collated in map(raise_error, loader):
@@ -101,13 +100,14 @@ class Evaluator:
                     if stop_requests is not None and stop_requests.read().stop_requests > 0:
                         return {}
                     stop_requests = StepStatistics(StepTotals(stop_requests=int(not going)), ranks)
-                    micro_batch = to_device(collated["tensors"], device)
-                    tokens = collated["loss_tokens"]
-                    with wrapped.forward_context():
-                        loss, added = dataset.objective.evaluate(wrapped.model, micro_batch, tokens)
+                    micro_batch = to_device(collated.micro_batch, device)
+                    tokens = collated.loss_tokens
+                    loss, added = wrapped.without_gradients(
+                        dataset_objective(dataset).evaluate, micro_batch, tokens
+                    )
                     total[0] += loss
                     total[1] += tokens
-                    total[2] += collated.get("loss_weight", tokens)
+                    total[2] += collated.weight
                     if added is not None:
                         counts = added if counts is None else counts + added
                 if stop_requests is not None:
@@ -117,8 +117,8 @@ class Evaluator:
                     if ranks.tensor_parallel_rank:
                         counts.zero_()
                     dist.all_reduce(counts, group=ranks.group)
-                    scores, number = dataset.objective.scores(counts)
-                    scored = {"scores": scores, "scored": number}
+                    scores, number = dataset_objective(dataset).scores(counts)
+                    scored = Scored(scores=dict(scores), scored=number)
                 elif self._generator is not None:
                     assert isinstance(dataset, SequenceDataset)
                     scored = self._generator.answer(wrapped, dataset, ranks, proceed)
@@ -131,7 +131,9 @@ class Evaluator:
         sets = list(zip(self._loaders, totals.tolist(), answers, strict=True))
         for name, (_, tokens, _), _ in sets:
             if not tokens:
-                refuse_without_targets(self._loaders[name][0].objective, f"the set {name!r}")
+                refuse_without_targets(
+                    dataset_objective(self._loaders[name][0]), f"the set {name!r}"
+                )
         return {
             name: Evaluated(loss / (weight or 1.0), int(tokens), weight=weight, **scored)
             for name, (loss, tokens, weight), scored in sets

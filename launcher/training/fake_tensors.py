@@ -178,9 +178,9 @@ def computing_as_on(
     if kernel and torch.cuda.is_available():
         kernel = nf4.has_kernel(torch.device("cuda", torch.cuda.current_device()))
     lengths = list[int]()
-    if "cu_seq_lens_q" in data.tensors:
-        lengths = attention.document_lengths(data.tensors["cu_seq_lens_q"])
-    tower = data.tensors.get("tower", {})
+    if "cu_seq_lens_q" in data.micro_batch.inputs:
+        lengths = attention.document_lengths(data.micro_batch.inputs["cu_seq_lens_q"])
+    tower = data.micro_batch.inputs.get("tower", {})
     parts = [tower[name].diff().tolist() for name in BOUNDS if name in tower]
     # Inside of a trace of a step, its device counts: the budget of activation checkpointing traces
     # blocks on a rank whose own device is the CPU
@@ -197,7 +197,7 @@ def computing_as_on(
         tracing(trace),
     ):
         replaced.set(*grouped_product_check(), grouped)
-        if "position_ids" not in data.tensors:
+        if "position_ids" not in data.micro_batch.inputs:
             replaced.set(masking_utils, "find_packed_sequence_indices", lambda positions: None)
         if device == "cuda":
             replaced.set(nn.functional, "scaled_dot_product_attention", cuda_attention)

@@ -7,7 +7,6 @@ answer, and is computed once.
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypedDict
@@ -27,7 +26,7 @@ from launcher.models.context_parallel import whole_rows
 from launcher.models.hugging_face_files import end_ids
 from launcher.models.images import features_kept
 from launcher.models.micro_batch import IGNORED
-from launcher.objectives.loss import model_inputs
+from launcher.models.predictions import logits
 from launcher.recipe import schema
 from launcher.recipe.functions import import_function
 from launcher.strategies.base import WrappedModel
@@ -94,7 +93,6 @@ class Generator:
         """The prompts of a token store that are answered."""
         return find_prompts(store, prompts=self._settings.prompts, longest=self.longest)
 
-    @torch.no_grad()
     def answer(
         self,
         wrapped: WrappedModel,
@@ -162,7 +160,7 @@ class Generator:
             made = dataset.inputs.of_prompts(ids.numpy(), dataset.store, pieces)
         except RowError as error:
             raise RecipeError(f"data: {error}") from None
-        inputs = to_device(model_inputs(made["tensors"]), ranks.device)
+        inputs = to_device(dict(made.micro_batch.inputs), ranks.device)
         del inputs["input_ids"]
         stop_ids = torch.tensor(sorted(ends), device=ranks.device)
         ids, lengths = ids.to(ranks.device), lengths.to(ranks.device)
@@ -208,9 +206,8 @@ def _next_token(
 ) -> torch.Tensor:
     """The most likely token after position `last` of each row, but for those in `never`: the tokens
     of images, which only a prompt has. What comes after it does not matter: attention is causal."""
-    some = "logits_to_keep" in inspect.signature(type(wrapped.module).forward).parameters
-    options = {"logits_to_keep": last} if some else {}
-    with wrapped.forward_context(), whole_rows():
-        logits = wrapped.model(input_ids=ids, **inputs, use_cache=False, **options).logits
-    following: torch.Tensor = logits[rows, rows if some else last].index_fill(-1, never, -torch.inf)
-    return following.argmax(-1)
+
+    with whole_rows():
+        at = rows * ids.shape[1] + last
+        following = wrapped.without_gradients(logits, {"input_ids": ids, **inputs}, at)
+    return following.index_fill(-1, never, -torch.inf).argmax(-1)

@@ -13,6 +13,7 @@ import torch
 
 from launcher.data.loader import GlobalBatch
 from launcher.objectives.loss import Loss
+from launcher.optimizers.average import update_averages
 from launcher.optimizers.optimizer import LearningRate, LossScale
 from launcher.strategies.base import WrappedModel
 
@@ -43,18 +44,23 @@ class Update:
     learning_rate: LearningRate
     loss_scale: LossScale
     max_grad_norm: float | None
+    average_decay: float | None = None
+    """Decay of the moving average of the weights; None: there is none."""
+    wait_for_copies: Callable[[], None] = lambda: None
+    """Waits until a save that has begun has copied the weights."""
 
     def apply(
-        self, step: int, norm: torch.Tensor, targets: torch.Tensor
+        self, wrapped: WrappedModel, step: int, targets: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Clips the gradients, updates the weights, and frees the gradients.
 
-        `norm` is the norm of the scaled gradients, on the optimizer's device (the host with
-        offload). If the global batch has no targets, no weight changes, not even by weight decay or
-        momentum. Returns the norm of the unscaled gradients, 1 if gradients were not finite (else
-        0), and the learning rate.
+        If the global batch has no targets, no weight changes, not even by weight decay or momentum.
+        Returns the norm of the unscaled gradients, 1 if gradients were not finite (else 0), and the
+        learning rate.
         """
         optimizer, loss_scale = self.optimizer, self.loss_scale
+        wrapped.finish_gradients()
+        norm = wrapped.grad_norm()  # on the optimizer's device (the host with offload)
         divisor = loss_scale.value.to(norm.device) if loss_scale.enabled else None
         if divisor is not None:
             norm = norm / divisor
@@ -69,7 +75,12 @@ class Update:
         # The fused step divides by grad_scale and does nothing if found_inf is 1
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         optimizer.found_inf = torch.maximum(skipped, nothing)  # type: ignore[attr-defined]
+        self.wait_for_copies()
+        wrapped.before_step()
         optimizer.step()
+        wrapped.after_step()
+        if self.average_decay is not None:
+            update_averages(optimizer, self.average_decay)
         optimizer.zero_grad(set_to_none=True)
         loss_scale.update(skipped)
         return norm, skipped, rate
@@ -97,8 +108,7 @@ def train_steps(
     by `ranks` before the backward pass. With tensor parallelism, `ranks` is the number of groups,
     and `copies` the number of ranks of a group, which compute the same tokens.
     """
-    model = wrapped.model
-    model.train()
+    wrapped.root.train()
     heartbeat("data")
     batch = next(batches, None)
     while batch is not None:
@@ -106,23 +116,14 @@ def train_steps(
         factor = ranks / targets.masked_fill(targets == 0, 1)
         if update.loss_scale.enabled:
             factor = factor * update.loss_scale.value
-        total = torch.zeros_like(factor)
-        last = len(batch.micro_batches) - 1
-        for index, micro_batch in enumerate(batch.micro_batches):
-            if stop_reached():
-                wrapped.module.zero_grad(set_to_none=True)
-                return
-            with wrapped.micro_batch(last=index == last):
-                heartbeat("forward")
-                with wrapped.forward_context():
-                    summed = loss(model, micro_batch)
-                heartbeat("backward")
-                differentiated = summed if summed.ndim == 0 else summed[0]
-                (differentiated * factor).backward()  # type: ignore[no-untyped-call]
-                found = summed.detach()
-                total = total.add_(found) if found.ndim == 0 else total + found
+        total = wrapped.accumulate(
+            batch.micro_batches, loss, factor, heartbeat=heartbeat, stop_reached=stop_reached
+        )
+        if total is None:
+            wrapped.module.zero_grad(set_to_none=True)
+            return
         heartbeat("optimizer")
-        norm, skipped, rate = update.apply(batch.step, wrapped.grad_norm(), targets)
+        norm, skipped, rate = update.apply(wrapped, batch.step, targets)
         mean, metrics = total / (targets if copies == 1 else copies * targets), None
         if mean.ndim:
             mean, metrics = mean[0], mean[1:]

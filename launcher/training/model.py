@@ -129,9 +129,8 @@ class PreparedModel:
         the layout's sizes."""
         checkpointing, kept = recipe.activation_checkpointing, None
         one_rank = recipe.uses_one_rank(ranks.size)
-        if (chunked := applied(self.model).chunked_head) is not None:
-            # auto, where nothing has replaced it, is off
-            chunked.keep_logits = recipe.model.keep_logits is True
+        if (head := applied(self.model).head) is not None:
+            head.keep_logits = recipe.model.keeps_logits
         if ranks.context_parallel_size > 1:
             divide_rows(
                 self.model,
@@ -178,7 +177,7 @@ class PreparedModel:
             ),
             strategy=recipe.strategy,
             checkpointing=checkpointing,
-            compile=recipe.model.compile is True,  # auto, where nothing has replaced it, is off
+            compile=recipe.model.compiles,
             one_rank=one_rank,
             ranks=ranks,
             init_fn=init_fn or self.init_fn,
@@ -198,7 +197,7 @@ class PreparedModel:
             wrapped.module,
             recipe.optimizer,
             seed=recipe.run.seed,
-            optimizer_mesh=wrapped.optimizer_mesh,
+            optimized=wrapped.optimized,
             cpu_offload=recipe.strategy.cpu_offload,
             blocks=self.blocks.values(),
             ratios=_learning_rate_ratios(wrapped.module, recipe),
@@ -242,15 +241,21 @@ class PreparedModel:
             "device": ranks.device,
             "dtype": self.compute_dtype,
         }
-        with wrapped.forward_context():
-            if self.packed and (self.masking == "mask" or self.recurrent):
-                check_isolation(
-                    wrapped.model, masking=self.masking, recurrent=self.recurrent, **options
+        checks = list[Callable[[nn.Module], None]]()
+        if self.packed and (self.masking == "mask" or self.recurrent):
+            checks.append(
+                functools.partial(
+                    check_isolation, masking=self.masking, recurrent=self.recurrent, **options
                 )
-                wrapped.reshard()
-            if ranks.context_parallel_size > 1:
-                check_context_parallel(wrapped.model, ranks.group, row_part(ranks), **options)
-                wrapped.reshard()
+            )
+        if ranks.context_parallel_size > 1:
+            group, part = ranks.group, row_part(ranks)
+            checks.append(
+                functools.partial(check_context_parallel, group=group, part=part, **options)
+            )
+        for check in checks:
+            with wrapped.evaluating():
+                wrapped.without_gradients(check)
 
 
 def _learning_rate_ratios(model: nn.Module, recipe: Recipe) -> dict[str, float]:
@@ -323,7 +328,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         drops_causal_mask=objective.causal,
         transforms=objective.trains_sequences,
         chunked_loss=recipe.model.chunked_loss,
-        compile=recipe.model.compile is True and bool(blocks),
+        compile=recipe.model.compiles and bool(blocks),
         sequence_length=data.row_length,
         dtype=dtype,
         device=device,

@@ -207,7 +207,7 @@ def saved_of_blocks(
     fake = ShapesMode()
     with fake:
         materialize(model, parameters=cpu, buffers=cpu)
-        tensors = tree_map_only(torch.Tensor, torch.empty_like, data.tensors)
+        tensors = data.micro_batch.mapped(partial(tree_map_only, torch.Tensor, torch.empty_like))
     saved: dict[str, Saved] = {}
     # Storages are kept alive, so that no two have the same address
     seen = {id_of(tensor): tensor.untyped_storage() for tensor in model.parameters()}

@@ -40,7 +40,7 @@ from launcher.models.build import (
 )
 from launcher.models.chunked_loss import chunk_width
 from launcher.models.hugging_face_files import export_hugging_face
-from launcher.objectives.base import BeforeTraining
+from launcher.objectives.base import BeforeTraining, dataset_objective
 from launcher.objectives.kept_files import ReferenceFile, TeacherFile
 from launcher.optimizers.average import averages_in_place
 from launcher.optimizers.optimizer import LossScale, learning_rate
@@ -85,6 +85,8 @@ class Hooks:
     save_requested: Callable[[], bool] = lambda: False
     heartbeat: Callable[[str], None] = lambda phase: None
     stop_reached: Callable[[], bool] = lambda: False
+    wait_for_copies: Callable[[], None] = lambda: None
+    """Waits until a save that has begun has copied the weights, before they change."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,15 @@ class Training:
                 stop_requested=hooks.stop_requested,
                 save_requested=hooks.save_requested,
             ),
-            loss=data.training.objective.loss,
-            update=Update(self.optimizer, rate, self.loss_scale, optimizer.max_grad_norm),
+            loss=dataset_objective(data.training).loss,
+            update=Update(
+                self.optimizer,
+                rate,
+                self.loss_scale,
+                optimizer.max_grad_norm,
+                average_decay=optimizer.ema,
+                wait_for_copies=hooks.wait_for_copies,
+            ),
             ranks=self.ranks.tensor_parallel_groups,
             copies=self.ranks.tensor_parallel_size,
             heartbeat=hooks.heartbeat,

@@ -19,11 +19,12 @@ import torch
 from torch import nn
 
 from launcher.data.batching import NO_SAMPLE, rows_of
+from launcher.data.collation import raise_error
 from launcher.data.loader import make_loader, to_device
-from launcher.data.run_data import raise_error
 from launcher.data.streaming import StreamingDataset
 from launcher.distributed.process_group import from_rank_0
 from launcher.models.initialization import clean_name
+from launcher.objectives.base import dataset_objective
 from launcher.strategies.base import compute_dtype
 
 if TYPE_CHECKING:
@@ -125,7 +126,6 @@ class SumCheck:
         )
 
 
-@torch.no_grad()
 def check_sum(training: Training) -> SumCheck | None:
     """Compares the loss of the first samples of a run with those of their halves, as many samples as
     a half of them has in a micro-batch, but at most 2. Every rank must call this, with the same
@@ -150,7 +150,7 @@ def check_sum(training: Training) -> SumCheck | None:
         dataset, batches, data.data, seed=0, persistent_workers=False, device=device
     )
     losses, targets = list[float](), list[int]()
-    wrapped.model.train()
+    wrapped.root.train()
     # Compiled blocks would be compiled for these sizes
     stance = torch.compiler.set_stance("force_eager")
     with _unchanged(wrapped.module, device), dropout_off(wrapped.module), stance:
@@ -161,11 +161,10 @@ def check_sum(training: Training) -> SumCheck | None:
         )
         batch_norm = next(norms, None)
         for collated in map(raise_error, loader):
-            micro_batch = to_device(collated["tensors"], device)
-            with wrapped.forward_context():
-                summed = dataset.objective.loss(wrapped.model, micro_batch)
+            micro_batch = to_device(collated.micro_batch, device)
+            summed = wrapped.without_gradients(dataset_objective(dataset).loss, micro_batch)
             losses.append(float(summed.flatten()[0]))
-            targets.append(int(collated["loss_tokens"]))
+            targets.append(collated.loss_tokens)
         wrapped.reshard()
     # Rounding may differ between ranks
     whole, again, *halves = from_rank_0(losses, training.ranks.group)

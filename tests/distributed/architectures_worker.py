@@ -220,11 +220,11 @@ class Worker:
         return {"use_cache": False} if hasattr(text, "use_cache") else {}
 
     def logits(self, wrapped):
-        wrapped.model.eval()
-        with torch.no_grad(), wrapped.forward_context():
-            logits = wrapped.model(self.ids, **self.no_cache(wrapped)).logits
-        wrapped.reshard()
-        return logits
+        def logits_of(model):
+            return model(self.ids, **self.no_cache(wrapped)).logits
+
+        with wrapped.evaluating():
+            return wrapped.without_gradients(logits_of)
 
     def train(self, wrapped, steps=2, learning_rate=1e-3):
         """Trains each rank on half of the rows; returns the mean losses of all rows."""
@@ -235,17 +235,19 @@ class Worker:
         )
         rows = self.ids[self.rank :: 2]
         losses = []
-        wrapped.model.train()
+
+        def loss_of(model):
+            logits = model(rows, **self.no_cache(wrapped)).logits.float()
+            if logits.ndim == 3:
+                return nn.functional.cross_entropy(
+                    logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()
+                )
+            return nn.functional.cross_entropy(logits, rows[:, 0] % logits.shape[1])
+
+        wrapped.root.train()
         for _ in range(steps):
             with wrapped.micro_batch(last=True):
-                with wrapped.forward_context():
-                    logits = wrapped.model(rows, **self.no_cache(wrapped)).logits.float()
-                    if logits.ndim == 3:
-                        loss = nn.functional.cross_entropy(
-                            logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten()
-                        )
-                    else:
-                        loss = nn.functional.cross_entropy(logits, rows[:, 0] % logits.shape[1])
+                loss = wrapped.call(loss_of)
                 loss.backward()
             assert torch.isfinite(wrapped.grad_norm())
             optimizer.step()

@@ -112,7 +112,7 @@ class Run:
         self.optimizer = make_optimizer(
             self.wrapped.module,
             recipe.optimizer,
-            optimizer_mesh=self.wrapped.optimizer_mesh,
+            optimized=self.wrapped.optimized,
             cpu_offload=recipe.strategy.cpu_offload,
             blocks=blocks.values(),
         )
@@ -121,14 +121,16 @@ class Run:
             schema.Checkpoint(asynchronous=asynchronous),
             group=self.group,
             device=CPU,
-            optimizer=self.optimizer,
         )
 
     def step(self):
         ids = torch.randint(61, (2, 16), generator=torch.Generator().manual_seed(self.ranks.rank))
         with self.wrapped.micro_batch(last=True):
-            self.wrapped.model(input_ids=ids, labels=ids).loss.backward()
+            self.wrapped.call(lambda model: model(input_ids=ids, labels=ids).loss).backward()
+        self.checkpointer.wait_staged()
+        self.wrapped.before_step()
         self.optimizer.step()
+        self.wrapped.after_step()
         self.optimizer.zero_grad()
 
     def tensors(self):
@@ -276,7 +278,6 @@ def save_asynchronously(worker):
         schema.Checkpoint(asynchronous=False),
         group=run.group,
         device=CPU,
-        optimizer=run.optimizer,
     )
     other.save(4, run.tensors(), state={}, local=rank_state(run.wrapped.module, CPU))
     (fourth,) = other.finish()

@@ -304,8 +304,7 @@ def mean_of_means(training):
     original = NextToken.loss
 
     def mean(self, model, micro_batch):
-        valid = (micro_batch["targets"] != -100).sum()
-        return original(self, model, micro_batch) / valid
+        return original(self, model, micro_batch) / micro_batch.counted.sum()
 
     NextToken.loss = mean
     StepStatistics.loss_tokens = lambda self: torch.tensor(

@@ -96,7 +96,7 @@ def install():
         if os.environ.get("RANK", "0") == rank and calls[0] == int(at):
             if kind == "raise":
                 raise ValueError("a fault of this test")
-            if kind == "memory" and len(micro_batch["input_ids"]) > int(rows[0]):
+            if kind == "memory" and len(micro_batch.inputs["input_ids"]) > int(rows[0]):
                 raise torch.OutOfMemoryError(
                     "CUDA out of memory. Tried to allocate 64.00 MiB. GPU 0 has a total capacity of ..."
                 )

@@ -47,7 +47,7 @@ def record_samples(folder):
     def step(self, done):
         digest = hashlib.sha256()
         for micro_batch in done.batch.micro_batches:
-            digest.update(micro_batch["input_ids"].numpy().tobytes())
+            digest.update(micro_batch.inputs["input_ids"].numpy().tobytes())
         with file.open("a") as lines:
             lines.write(json.dumps({"step": done.number, "ids": digest.hexdigest()}) + "\n")
         original(self, done)

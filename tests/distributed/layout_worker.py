@@ -151,7 +151,6 @@ def checkpoint_pairs(worker, model, variants):
                 schema.Checkpoint(asynchronous=False),
                 group=group,
                 device=torch.device("cpu"),
-                optimizer=training.optimizer,
             )
             local = rank_state(training.wrapped.module, torch.device("cpu"))
             writer.save(1, tensors, state={"step": 1}, local=local)

@@ -1,5 +1,7 @@
 """Models, layouts and planted faults of layout_worker.py."""
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
@@ -232,7 +234,7 @@ def counted_twice(training):
 def wrong_bounds(training):
     """Each rank's part of the vocabulary begins an entry too late. A weight of rank 1 differs from
     those of the ranks that hold the same by some bits, which losses do not show."""
-    applied(training.wrapped.module).chunked_head._first += 1
+    applied(training.wrapped.module).head._first += 1
     if training.ranks.rank == 1:
         weight = training.wrapped.module.get_parameter("model.norm.weight")
         with torch.no_grad():
@@ -249,8 +251,9 @@ def positions_of_the_part(training):
     original = NextToken.loss
 
     def loss(self, model, micro_batch):
-        positions = micro_batch["position_ids"]
-        return original(self, model, micro_batch | {"position_ids": positions - positions[:, :1]})
+        positions = micro_batch.inputs["position_ids"]
+        inputs = {**micro_batch.inputs, "position_ids": positions - positions[:, :1]}
+        return original(self, model, replace(micro_batch, inputs=inputs))
 
     NextToken.loss = loss
 

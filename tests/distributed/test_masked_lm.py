@@ -84,8 +84,7 @@ def test_a_masked_language_model(model, tmp_path, monkeypatch):
         validation=True,
     )
     assert isinstance(opened.objective, Masked)
-    tensors = opened.collate([opened[index] for index in range(len(opened))])["tensors"]
+    made = opened.collate([opened[index] for index in range(len(opened))]).micro_batch
     with torch.no_grad():
-        inputs = {name: tensors[name] for name in ("input_ids", "attention_mask")}
-        loss = exported(**inputs, labels=tensors["targets"]).loss.item()
+        loss = exported(**made.inputs, labels=made.targets).loss.item()
     assert one[11, "eval_loss"] == pytest.approx(loss, rel=1e-5)

@@ -188,8 +188,8 @@ def test_exported_weights_give_the_evaluation_loss(ddp):
     with torch.no_grad():
         for first in range(0, 24, 8):  # three micro-batches on each of the two ranks
             batch = dataset.collate([dataset[index] for index in range(first, first + 8)])
-            total += summed_loss(model, batch["tensors"]).item()
-            tokens += batch["loss_tokens"]
+            total += summed_loss(model, batch.micro_batch).item()
+            tokens += batch.loss_tokens
     last = [line for line in read_metrics(run_dir) if "eval_loss" in line][-1]
     assert tokens == last["eval_tokens"]
     assert total / tokens == pytest.approx(last["eval_loss"], rel=1e-3), (
@@ -655,7 +655,7 @@ MEAN_OF_MEANS = """
     from launcher.data.loader import StepStatistics
     original = NextToken.loss
     NextToken.loss = lambda self, model, batch: (
-        original(self, model, batch) / (batch["targets"] != -100).sum()
+        original(self, model, batch) / (batch.targets != -100).sum()
     )
     StepStatistics.loss_tokens = lambda self: torch.tensor(8.0)
 """

@@ -15,7 +15,6 @@ files     In step 5 the file system of the run's folder does not answer any more
           rank 1 opens a file of it.
 """
 
-import contextlib
 import os
 import signal
 import sys
@@ -29,10 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 
+from launcher.data.collation import Collated
 from launcher.distributed import process_group
 from launcher.distributed.child_stacks import offer_stack
 from launcher.distributed.environment import read_environment
 from launcher.distributed.spawn import end_process
+from launcher.models.micro_batch import MicroBatch
 from launcher.recipe.schema import Data
 from launcher.reliability import file_calls
 from launcher.reliability.failures import FailureWatch
@@ -40,6 +41,7 @@ from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
 from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch
+from launcher.strategies.one_rank import OneRank
 from launcher.training.evaluation import Evaluator
 
 
@@ -84,7 +86,7 @@ def evaluate(ranks, stop, run):
             seen += 1
             (run.path / f"evaluating_{ranks.rank}").touch()
             time.sleep(0.01 * (1 + ranks.rank))
-            yield {"tensors": {}, "loss_tokens": 1}
+            yield Collated(MicroBatch({}), tokens=1, loss_tokens=1)
 
     evaluator = Evaluator(
         {}, data=Data(train=("x",)), micro_batch_size=1, max_batches=None, ranks=ranks
@@ -92,8 +94,8 @@ def evaluate(ranks, stop, run):
     objective = SimpleNamespace(evaluate=lambda model, tensors, count: (torch.ones(()), None))
     evaluator._loaders = {"endless": (SimpleNamespace(objective=objective), batches())}
     model = torch.nn.Linear(1, 1)
-    wrapped = SimpleNamespace(
-        model=model, forward_context=contextlib.nullcontext, reshard=lambda: None
+    wrapped = OneRank(
+        model, [], param_dtype=torch.float32, ranks=ranks, init_fn=lambda *arguments: None
     )
     assert evaluator.evaluate(wrapped, stop_requested=stop.requested) == {}
     assert model.training

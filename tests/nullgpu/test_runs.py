@@ -55,7 +55,6 @@ optimizer = torch.optim.SGD([weight])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 checkpointer = Checkpointer(
     pathlib.Path(sys.argv[1]), Checkpoint(), group=dist.group.WORLD, device=device,
-    optimizer=optimizer,
 )
 tensors = {"model.weight": weight.detach()}
 local = {"rng": torch.zeros(10)}
@@ -64,6 +63,7 @@ checkpointer._buffer.wait()
 library.nullgpu_mark(b"prepared")
 for step in (1, 2):
     checkpointer.save(step, tensors, state={}, local=local)
+    checkpointer.wait_staged()
     optimizer.step()
 (_, second) = checkpointer.finish()
 assert second.error is None, second.error
@@ -92,11 +92,10 @@ for name, tensor in tensors.items():
     for to, part in zip(on_gpu[name].split(500), tensor.split(500)):
         to.copy_(part)
 on_gpu["model.3"] = tensors["model.3"]  # some are in host memory
-optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1, device=device))])
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 checkpointer = writer.Checkpointer(
     pathlib.Path(sys.argv[1]), Checkpoint(asynchronous=False), group=dist.group.WORLD,
-    device=device, optimizer=optimizer,
+    device=device,
 )
 library.nullgpu_mark(b"begin")
 checkpointer.save(1, on_gpu, state={}, local={"rng": torch.arange(5)})

@@ -361,7 +361,7 @@ def module_and_optimizer(second=3):
 def test_checkpoint_that_cannot_be_deleted_is_reported_once(tmp_path, group, monkeypatch, messages):
     module, optimizer = module_and_optimizer()
     settings = schema.Checkpoint(asynchronous=False, keep_last=1)
-    options = {"group": group, "device": torch.device("cpu"), "optimizer": optimizer}
+    options = {"group": group, "device": torch.device("cpu")}
     checkpointer = writer.Checkpointer(tmp_path, settings, **options)
     tensors = state.model_and_optimizer(module, optimizer)
     rmtree = files.shutil.rmtree
@@ -386,7 +386,7 @@ def test_failed_save_does_not_lose_the_best_checkpoint(tmp_path, group, monkeypa
     module, optimizer = module_and_optimizer()
     settings = schema.Checkpoint(asynchronous=False, keep_last=1)
     device = torch.device("cpu")
-    options = {"group": group, "device": device, "optimizer": optimizer}
+    options = {"group": group, "device": device}
     checkpointer = writer.Checkpointer(tmp_path, settings, **options)
     tensors = state.model_and_optimizer(module, optimizer)
     write_chunks = writer.write_chunks
@@ -424,7 +424,6 @@ def test_a_smaller_save_keeps_the_staging_buffer(tmp_path, group):
         schema.Checkpoint(keep_last=3),
         group=group,
         device=torch.device("cpu"),
-        optimizer=optimizer,
     )
     tensors = state.model_and_optimizer(module, optimizer)
     for step, rows in ((1, 9000), (2, 20), (3, 20_000)):
@@ -451,7 +450,6 @@ def saved(tmp_path, group):
         schema.Checkpoint(asynchronous=False),
         group=group,
         device=torch.device("cpu"),
-        optimizer=optimizer,
     )
     random.gauss(0, 1)  # the generator stores the second value of a pair
     checkpointer.save(

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from launcher.data.batching import NO_SAMPLE, Position, RankBatchSampler, SampleOrder
+from launcher.data.collation import Unreadable
 from launcher.data.custom import CustomData, CustomDataset, build_custom_data
 from launcher.data.loader import check_shared_memory, make_loader
 from launcher.data.run_data import open_run_data
@@ -16,6 +17,7 @@ from launcher.data.token_store import ModelInputs
 from launcher.distributed import host_memory
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
+from launcher.models.micro_batch import MicroBatch
 from launcher.objectives.custom import Custom
 from launcher.recipe import schema
 from tests.distributed import vision
@@ -68,8 +70,8 @@ def test_rows_without_a_sample_have_zero_weight():
     whole = dataset.collate([dataset[index] for index in (0, 1, 2)])
     part = dataset.collate([dataset[index] for index in (0, NO_SAMPLE, 2)])
     none = dataset.collate([dataset[NO_SAMPLE]] * 3)
-    assert [collated["loss_tokens"] for collated in (whole, part, none)] == [3, 2, 0]
-    losses = [Custom(data).loss(net, collated["tensors"]) for collated in (whole, part, none)]
+    assert [collated.loss_tokens for collated in (whole, part, none)] == [3, 2, 0]
+    losses = [Custom(data).loss(net, collated.micro_batch) for collated in (whole, part, none)]
     assert losses[0] > losses[1] > losses[2] == 0
     losses[2].backward()
     assert all(parameter.grad is not None for parameter in net.parameters()), (
@@ -83,8 +85,9 @@ def test_non_scalar_loss_is_refused():
     message = (
         r"its loss must be a scalar tensor, the sum over the micro-batch; got the shape \(2,\)"
     )
+    micro_batch = MicroBatch({}, extra={"batch": batch, "weight": 1.0})
     with pytest.raises(RecipeError, match=message):
-        Custom(data).loss(torch.nn.Identity(), {"batch": batch, "weight": 1.0})
+        Custom(data).loss(torch.nn.Identity(), micro_batch)
 
 
 @pytest.mark.parametrize("targets", [2.5, -1, float("nan"), None, torch.ones(2)])
@@ -108,7 +111,9 @@ def test_targets_that_are_no_whole_number_are_refused(targets):
         persistent_workers=False,
         device=torch.device("cpu"),
     )
-    assert next(iter(loader))["error"].startswith("data.builder: its targets must be")
+    problem = next(iter(loader))
+    assert isinstance(problem, Unreadable)
+    assert problem.message.startswith("data.builder: its targets must be")
 
 
 @pytest.mark.parametrize("targets", [2, 2.0, np.int64(2), torch.tensor(2), torch.tensor([2])])
@@ -117,7 +122,7 @@ def test_whole_numbers_of_any_type_are_targets(targets):
         train=[1.0], collate=lambda rows: {}, loss=torch.zeros, targets=lambda batch: targets
     )
     dataset = CustomDataset([1.0], data, "x")
-    assert repr(dataset.collate([dataset[0]])["loss_tokens"]) == "2"
+    assert repr(dataset.collate([dataset[0]]).loss_tokens) == "2"
 
 
 @pytest.mark.parametrize("batch", [(torch.ones(2),), torch.ones(2), None])
@@ -131,8 +136,9 @@ def test_a_batch_that_is_no_dict_is_refused(batch):
 @pytest.mark.parametrize("value", [1.0, None])
 def test_a_loss_that_is_no_tensor_is_refused(value):
     data = CustomData(train=[1.0], collate=dict, loss=lambda model, batch: value)
+    micro_batch = MicroBatch({}, extra={"batch": {}, "weight": 1.0})
     with pytest.raises(RecipeError, match=f"a scalar tensor.*got {type(value).__name__}"):
-        Custom(data).loss(torch.nn.Identity(), {"batch": {}, "weight": 1.0})
+        Custom(data).loss(torch.nn.Identity(), micro_batch)
 
 
 class Noise:
@@ -185,7 +191,7 @@ def draws(position=None, *, steps=None, **options):
         alone = RankLayout(rank=group.rank, size=1, group=None, device=group.device)
         for batch in itertools.islice(data.batches(ranks=alone, **no), steps):
             for number, one in enumerate(batch.micro_batches):
-                content = one["batch"]
+                content = one.extra["batch"]
                 found.append((batch.step, number, rank, content["samples"], content["mask"]))
     found.sort(key=lambda one: one[:3])
     samples = [sample for *_, samples, _ in found for sample in samples]
@@ -228,7 +234,7 @@ def test_evaluations_draw_the_same_numbers():
         )
         options = {"persistent_workers": True, "device": torch.device("cpu")}
         loader = make_loader(validation, sampler, data.data, seed=0, **options)
-        found += [[one["tensors"]["batch"] for one in loader] for _ in range(2)]
+        found += [[one.micro_batch.extra["batch"] for one in loader] for _ in range(2)]
     assert found[0] == found[1] == found[2] == found[3]
     assert len({sample[1] for one in found[0] for sample in one["samples"]}) == 6
 
@@ -253,8 +259,9 @@ def test_a_batch_that_a_loader_process_cannot_pass_on_is_reported():
         start = (
             "data.workers: a loader process could not pass on a micro-batch: [Errno 28] No space"
         )
-        assert batch["error"].startswith(start)
-        assert "--shm-size" in batch["error"]
+        assert isinstance(batch, Unreadable)
+        assert batch.message.startswith(start)
+        assert "--shm-size" in batch.message
 
 
 def test_micro_batches_that_do_not_fit_into_shared_memory_are_refused(monkeypatch):

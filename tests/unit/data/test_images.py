@@ -21,13 +21,13 @@ from transformers.image_utils import load_image
 from launcher.data import image_processor as image_processor_module
 from launcher.data import images as images_module
 from launcher.data.batching import RankBatchSampler, StreamOrder
+from launcher.data.collation import Collated, raise_error
 from launcher.data.encoder import make_encoder
 from launcher.data.held_out import copy_documents
 from launcher.data.image_inputs import ModelImages, grid_positions
 from launcher.data.image_processor import load_processor
 from launcher.data.images import ImageSource, RowImages, source_of
 from launcher.data.messages import RowError
-from launcher.data.run_data import raise_error
 from launcher.data.sources import Row, SourcePart, find_parts, read_all
 from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs, open_store
@@ -45,6 +45,7 @@ from tests.image_models import (
     reference_processor,
     skip_without_packages,
 )
+from tests.micro_batches import contents
 from tests.run_files import write_lines
 
 ANSWER = {"role": "assistant", "content": "A thing."}
@@ -237,7 +238,7 @@ def test_pairs_show_their_images_to_both_answers(folder):
     assert first["checksum"] == second["checksum"]
     data = Data(kind="preference", sequence_length=128, workers=0, cache=str(folder / "cache"))
     dataset = opened(folder, [row], data, objective=Preference())
-    made = dataset.collate([dataset[0]])["tensors"]
+    made = dataset.collate([dataset[0]]).micro_batch.inputs
     assert made["images"] == 2
     assert made["image_grid_thw"].shape == (2, 3)
     assert made["position_ids"].shape[0] == 4
@@ -440,7 +441,7 @@ def test_images_stay_whole(folder, length, packing):
     tokens = load_processor(str(folder / "qwen2_5_vl"), None).token_ids
     shown = 0
     for index in range(len(dataset)):
-        made = dataset.collate([dataset[index]])["tensors"]
+        made = dataset.collate([dataset[index]]).micro_batch.inputs
         count = int(torch.isin(made["input_ids"], torch.tensor(tokens)).sum())
         features = int(made["image_grid_thw"].prod(-1).sum()) // 4 if made["images"] else 0
         assert count == features
@@ -466,9 +467,9 @@ def test_parts_of_rows_have_the_features_of_their_tokens(folder, parts, packing)
     tower = TowerInputs(images.processor.token_ids[0], form)
     inputs = replace(dataset.inputs, images=replace(images, tower=tower), width_multiple=28)
     samples, few = [dataset[index] for index in range(len(dataset))], []
-    whole = inputs.collate(samples)["tensors"]
+    whole = contents(inputs.collate(samples).micro_batch)
     of_parts = [
-        replace(inputs, part=RowPart(number, parts)).collate(samples)["tensors"]
+        contents(replace(inputs, part=RowPart(number, parts)).collate(samples).micro_batch)
         for number in range(parts)
     ]
     for name in ("input_ids", "targets"):
@@ -545,12 +546,12 @@ def test_a_changed_file_ends_the_run_by_name(folder):
     rows = [asked({"type": "image", "path": "changing.png"})]
     data = Data(kind="chat", sequence_length=64, workers=0, cache=str(folder / "cache"))
     dataset = opened(folder, rows, data)
-    assert "error" not in dataset.collate([dataset[0]])
+    assert isinstance(dataset.collate([dataset[0]]), Collated)
     make_image(folder / "changing.png", seed=2)
-    error = dataset.collate([dataset[0]])["error"]
+    error = dataset.collate([dataset[0]]).message
     assert "changing.png: has changed since its row was tokenized" in error
     (folder / "changing.png").unlink()
-    assert "changing.png: no such file" in dataset.collate([dataset[0]])["error"]
+    assert "changing.png: no such file" in dataset.collate([dataset[0]]).message
 
 
 def test_models_without_a_processor(folder):
@@ -721,7 +722,7 @@ def test_a_stream_has_the_images_of_its_documents(folder, family, length, packin
     collated = [raise_error(part) for part in stream(0, 6)]
     seen, shown = set(), 0
     for part in collated:
-        tensors = part["tensors"]
+        tensors = contents(part.micro_batch)
         [ids], [targets] = tensors["input_ids"].numpy(), tensors["targets"].numpy()
         positions = tensors.get("position_ids")
         if positions is not None and positions.ndim == 3:
@@ -756,13 +757,14 @@ def test_a_stream_has_the_images_of_its_documents(folder, family, length, packin
     before = stream(0, 3)
     positions = {}
     for part in before:
-        positions |= part["positions"]
+        positions |= part.shard_positions
     alone = SimpleNamespace(size=1)
     saved = before.state(positions, samples=6, ranks=alone)
     for part, other in zip(collated[6:], stream(3, 6, saved), strict=True):
-        assert part["tensors"].keys() == other["tensors"].keys()
-        for key, value in part["tensors"].items():
-            assert np.array_equal(value, other["tensors"][key]), key
+        whole, resumed = contents(part.micro_batch), contents(other.micro_batch)
+        assert whole.keys() == resumed.keys()
+        for key, value in whole.items():
+            assert np.array_equal(value, resumed[key]), key
 
 
 @pytest.fixture
@@ -807,7 +809,7 @@ def test_a_stream_decodes_an_image_once(folder, decoded, monkeypatch):
         model=model,
         skipped_rows=None,
     )
-    made = [raise_error(part)["tensors"] for part in stream.starting(sampler, None)]
+    made = [raise_error(part).micro_batch.inputs for part in stream.starting(sampler, None)]
     assert sum(tensors["images"] for tensors in made) >= 3
     assert sorted(decoded) == ["small.png", "tall.png", "wide.png"]
 
@@ -854,8 +856,8 @@ def test_a_stream_names_an_image_that_is_missing(folder):
         skipped_rows=None,
     )  # fmt: skip
     [part] = stream
-    assert "rows.jsonl:1: " in part["error"]
-    assert "no.png: no such file" in part["error"]
+    assert "rows.jsonl:1: " in part.message
+    assert "no.png: no such file" in part.message
 
 
 def test_an_image_of_a_single_token_is_refused_for_mistral(folder):

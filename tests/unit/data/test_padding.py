@@ -61,13 +61,13 @@ def test_every_kind_of_row_is_padded_to_a_multiple(longest, width):
         collate_classified(classified, TextInputs(**options)),
     ]
     for collated in found:
-        assert collated["tensors"]["input_ids"].shape == (3, width)
-        assert collated["tokens"] == longest + 2
+        assert collated.micro_batch.inputs["input_ids"].shape == (3, width)
+        assert collated.tokens == longest + 2
     part = RowPart(2, 4)
     shared = collate_sequences(rows, packed=False, masking="mask", part=part, **options)
-    assert shared["tensors"]["input_ids"].shape == (3, width // 4)
+    assert shared.micro_batch.inputs["input_ids"].shape == (3, width // 4)
     packed = collate_sequences(rows, packed=True, masking="mask", **options)
-    assert packed["tensors"]["input_ids"].shape == (3, LENGTH)
+    assert packed.micro_batch.inputs["input_ids"].shape == (3, LENGTH)
 
 
 def wide(dataset):
@@ -76,7 +76,7 @@ def wide(dataset):
 
 
 def width_of(collated):
-    return collated["tensors"]["input_ids"].shape[1]
+    return collated.micro_batch.inputs["input_ids"].shape[1]
 
 
 def test_wider_rows_have_the_same_loss():
@@ -86,9 +86,9 @@ def test_wider_rows_have_the_same_loss():
     narrow = collate_sequences(rows, **options)
     wider = collate_sequences(rows, **options, width_multiple=32)
     assert (width_of(narrow), width_of(wider)) == (11, 32)
-    assert narrow["loss_tokens"] == wider["loss_tokens"] == 14
+    assert narrow.loss_tokens == wider.loss_tokens == 14
     torch.testing.assert_close(
-        summed_loss(model, wider["tensors"]), summed_loss(model, narrow["tensors"])
+        summed_loss(model, wider.micro_batch), summed_loss(model, narrow.micro_batch)
     )
 
 
@@ -110,7 +110,7 @@ def test_wider_pairs_have_the_same_rewards(masked):
     dataset = reward.dataset(masking, packing=False)
     batches = [made.collate([made[4], made[1]]) for made in (dataset, wide(dataset))]
     assert width_of(batches[0]) < width_of(batches[1]) == 32
-    narrow, wider = (dataset.objective.loss(model, batch["tensors"]) for batch in batches)
+    narrow, wider = (dataset.objective.loss(model, batch.micro_batch) for batch in batches)
     torch.testing.assert_close(wider, narrow)
 
 
@@ -138,7 +138,8 @@ def test_widths_of_a_data_set(tmp_path):
     )
     batches = list(sampler)
     shapes = [
-        dataset.collate([dataset[n] for n in batch])["tensors"]["input_ids"] for batch in batches
+        dataset.collate([dataset[n] for n in batch]).micro_batch.inputs["input_ids"]
+        for batch in batches
     ]
     assert max(ids.numel() for ids in shapes) <= 64
     numbers = sum(ids.numel() for ids in shapes)

@@ -54,7 +54,7 @@ def train(data, position, steps=None):
     data, found = data.starting(position), []
     no = {"stop_requested": lambda: False, "save_requested": lambda: False}
     for batch in data.batches(ranks=ALONE, **no):
-        ids = [row[0] for one in batch.micro_batches for row in one["input_ids"].tolist()]
+        ids = [row[0] for one in batch.micro_batches for row in one.inputs["input_ids"].tolist()]
         found.append([one for one in ids if one])
         stream = data.stream_state(batch, ALONE)
         position = Position(batch.step, batch.samples_seen, position.skipped_batches, stream)

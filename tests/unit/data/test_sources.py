@@ -39,6 +39,7 @@ from launcher.recipe.hub import load_data_set
 from launcher.recipe.layouts import guess
 from launcher.recipe.row_files import ROW_FILES
 from tests import datasets
+from tests.micro_batches import contents
 from tests.unit.data.rows import documents_of, store_names, write
 from tests.unit.small_recipe import says
 
@@ -817,7 +818,7 @@ def test_labels_are_shifted(length, targets):
     dataset = datasets.dataset_of(store, packing.separate(store.offsets, length), length)
     assert [dataset[index]["targets"].tolist() for index in range(len(dataset))] == targets
     collated = dataset.collate([dataset[index] for index in range(len(dataset))])
-    assert (collated["tokens"], collated["loss_tokens"]) == (6, 3)
+    assert (collated.tokens, collated.loss_tokens) == (6, 3)
 
 
 def dataset_of(sizes, length, *, packed):
@@ -829,31 +830,34 @@ def dataset_of(sizes, length, *, packed):
 def test_rows_are_padded_on_the_right():
     dataset = dataset_of([3, 1, 2], 8, packed=False)
     collated = dataset.collate([dataset[index] for index in range(3)])
-    dtypes = {name: tensor.dtype for name, tensor in collated["tensors"].items()}
+    dtypes = {name: tensor.dtype for name, tensor in contents(collated.micro_batch).items()}
     assert dtypes.pop("text_mask") == torch.bool
     assert {*dtypes.values()} == {torch.int64}
-    assert {name: tensor.tolist() for name, tensor in collated["tensors"].items()} == {
+    assert {name: tensor.tolist() for name, tensor in contents(collated.micro_batch).items()} == {
         "input_ids": [[0, 1, 2], [3, 0, 0], [4, 5, 0]],
         "text_mask": [[1, 1, 1], [1, 0, 0], [1, 1, 0]],
         "targets": [[1, 2, IGNORED], [IGNORED] * 3, [5, IGNORED, IGNORED]],
-        "target_positions": [0, 1, 6],
+        "positions": [0, 1, 6],
     }
-    assert (collated["tokens"], collated["loss_tokens"]) == (6, 3)
+    assert (collated.tokens, collated.loss_tokens) == (6, 3)
 
 
 def test_packed_rows_have_full_length_and_separate_positions():
     dataset = dataset_of([3, 2, 6], 6, packed=True)
     collated = dataset.collate([dataset[0], dataset[1]])
-    tensors = {name: tensor.tolist() for name, tensor in collated["tensors"].items()}
+    tensors = {name: tensor.tolist() for name, tensor in contents(collated.micro_batch).items()}
     assert tensors["input_ids"] == [[0, 1, 2, 3, 4, 0], [5, 6, 7, 8, 9, 10]]
     assert tensors["targets"] == [[1, 2, IGNORED, 4, IGNORED, IGNORED], [6, 7, 8, 9, 10, IGNORED]]
     assert tensors["position_ids"] == [[0, 1, 2, 0, 1, 0], [0, 1, 2, 3, 4, 5]]
-    assert (collated["tokens"], collated["loss_tokens"]) == (11, 8)
+    assert (collated.tokens, collated.loss_tokens) == (11, 8)
     # Padding is a separate document
     dataset = dataset_of([2, 1], 6, packed=True)
-    assert dataset.collate([dataset[0]])["tensors"]["position_ids"].tolist() == [[0, 1, 0, 0, 1, 2]]
+    assert dataset.collate([dataset[0]]).micro_batch.inputs["position_ids"].tolist() == [
+        [0, 1, 0, 0, 1, 2]
+    ]
     one_document_rows = dataset_of([6, 4], 6, packed=True)
-    tensors = one_document_rows.collate([one_document_rows[0], one_document_rows[1]])["tensors"]
+    made = one_document_rows.collate([one_document_rows[0], one_document_rows[1]])
+    tensors = contents(made.micro_batch)
     assert "position_ids" not in tensors, "no row has several documents, so no positions are needed"
     assert tensors["input_ids"].shape == (2, 6)
 
@@ -863,15 +867,15 @@ def test_rows_without_a_sample_have_zero_weight(packed):
     dataset = dataset_of([3], 4, packed=packed)
     single = dataset.collate([dataset[0]])
     with_empty_rows = dataset.collate([dataset[0], dataset[NO_SAMPLE], dataset[NO_SAMPLE]])
-    for count in ("tokens", "loss_tokens"):
-        assert with_empty_rows[count] == single[count] > 0
-    targets = with_empty_rows["tensors"]["targets"]
-    assert targets[0].tolist() == single["tensors"]["targets"][0].tolist()
+    assert with_empty_rows.tokens == single.tokens > 0
+    assert with_empty_rows.loss_tokens == single.loss_tokens > 0
+    targets = with_empty_rows.micro_batch.targets
+    assert targets[0].tolist() == single.micro_batch.targets[0].tolist()
     assert targets[1:].eq(IGNORED).all()
-    assert with_empty_rows["tensors"]["input_ids"].shape == (3, 4 if packed else 3)
+    assert with_empty_rows.micro_batch.inputs["input_ids"].shape == (3, 4 if packed else 3)
     empty = dataset.collate([dataset[NO_SAMPLE]])
-    assert (empty["tokens"], empty["loss_tokens"]) == (0, 0)
-    assert empty["tensors"]["input_ids"].shape == (1, 4 if packed else 1)
+    assert (empty.tokens, empty.loss_tokens) == (0, 0)
+    assert empty.micro_batch.inputs["input_ids"].shape == (1, 4 if packed else 1)
 
 
 # From files to sequences
@@ -1133,7 +1137,7 @@ def test_rows_whose_targets_are_cut_off_are_dropped(tmp_path, cache, packing):
     rows = answer_rows(2, 9, 8, 20)
     dataset = dataset_from_file(write(tmp_path / "a.jsonl", rows), cache, **options)
     collated = [dataset.collate([dataset[index]]) for index in range(len(dataset))]
-    assert [one["loss_tokens"] for one in collated] == [4, 1]
+    assert [one.loss_tokens for one in collated] == [4, 1]
     size, _, cut, dropped = dataset.describe()
     assert size.startswith("2 documents, 14 tokens in 2 sequences of up to 8")
     assert size.endswith("; 35.7% of these tokens carry loss")  # 5 of 14

@@ -11,8 +11,8 @@ import pytest
 
 from launcher.data import streaming
 from launcher.data.batching import RankBatchSampler, StreamOrder
+from launcher.data.collation import raise_error
 from launcher.data.encoder import Encoder, make_encoder
-from launcher.data.run_data import raise_error
 from launcher.data.sources import find_parts, read_rows
 from launcher.data.streaming import StreamingDataset, assign_shards
 from launcher.data.token_store import ModelInputs
@@ -65,8 +65,8 @@ def rows_of(stream):
     """
     rows = []
     for collated in map(raise_error, stream):
-        tensors = collated["tensors"]
-        rows += zip(tensors["input_ids"].tolist(), tensors["targets"].tolist(), strict=True)
+        made = collated.micro_batch
+        rows += zip(made.inputs["input_ids"].tolist(), made.targets.tolist(), strict=True)
     return rows
 
 
@@ -110,7 +110,7 @@ def steps_of(source, *, ranks=1, workers=1, steps=3, first_step=0, **more):
             for number in range(micro_batches):
                 collated = next(rank_iterators[number % workers])
                 rows += [row for row in rows_of([collated]) if any(row[0])]
-                positions |= collated["positions"]
+                positions |= collated.shard_positions
         found.append(sorted(rows))
         one_rank = SimpleNamespace(size=1)
         states.append(streams[0].state(positions, samples=(step + 1) * batch, ranks=one_rank))
@@ -259,7 +259,7 @@ def test_ranks_divide_the_tokenization(texts, small_shards):
     """With two ranks of two loader processes, each process tokenizes a quarter of the shards."""
     streams = [make_stream(texts, batch=8, micro=1, rank=rank, ranks=2) for rank in range(2)]
     read = [
-        set(next(stream._micro_batches(worker, 2))["positions"])
+        set(next(stream._micro_batches(worker, 2)).shard_positions)
         for stream in streams
         for worker in range(2)
     ]

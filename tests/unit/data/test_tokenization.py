@@ -486,8 +486,8 @@ def test_a_pickled_store_names_its_files(tmp_path, open_files, monkeypatch):
         multiprocessing_context="spawn",
     )
     for batch, indices in zip(loader, loader.batch_sampler, strict=True):
-        expected = mixture.collate([mixture[index] for index in indices])["tensors"]
-        assert torch.equal(batch["tensors"]["input_ids"], expected["input_ids"])
+        expected = mixture.collate([mixture[index] for index in indices]).micro_batch.inputs
+        assert torch.equal(batch.micro_batch.inputs["input_ids"], expected["input_ids"])
 
 
 # Hub data sets: `load_dataset` is replaced, because tests have no network access

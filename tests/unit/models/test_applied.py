@@ -9,32 +9,26 @@ import torch
 from torch import nn
 
 from launcher.models.applied import Applied, applied
+from launcher.models.chunked_loss import Head
 from launcher.recipe.load import load_recipe
 from launcher.training.model import prepare_model
 from tests import REPOSITORY
 
 
-class _Wrapper(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-
-def test_a_wrapped_model_has_the_record_of_its_model_and_a_copy_has_its_own():
+def test_a_copy_of_a_model_has_its_own_record():
     model = nn.Linear(2, 2)
-    applied(model).chunked_head = head = object()
-    assert applied(_Wrapper(model)).chunked_head is head
+    applied(model).head = head = object()
     copied = copy.deepcopy(model)
-    applied(copied).chunked_head = None
-    assert applied(model).chunked_head is head
+    applied(copied).head = None
+    assert applied(model).head is head
 
 
 def test_the_record_is_found_behind_another_forward_method():
     """As a trace replaces it: a forward method is no place to look for a change."""
     model = nn.Linear(2, 2)
-    applied(model).chunked_head = head = object()
+    applied(model).head = head = object()
     model.forward = functools.partial(model.forward)
-    assert applied(model).chunked_head is head
+    assert applied(model).head is head
 
 
 def test_no_change_finds_another_through_a_forward_method_or_a_class():
@@ -56,7 +50,7 @@ CHANGES = {
     "separate_documents",
     "isolate_documents",
     "drop_causal_mask",
-    "ChunkedHead",
+    "Head",
     "apply_context_parallel",
     "apply_expert_parallel",
     "apply_tensor_parallel",
@@ -74,6 +68,7 @@ def test_only_the_list_calls_changes():
             if node.func.id in CHANGES:
                 called.setdefault(node.func.id, []).append(file.name)
     called["grow_vocabulary"].remove("verify.py")
+    called["Head"].remove("reward.py")  # of scores: the model of the objective alone has it
     assert called == {name: ["changes.py"] for name in CHANGES}
 
 
@@ -93,5 +88,4 @@ def test_the_record_has_what_a_recipe_asks_for():
     nf4 = ("lora={}", "lora.quantize=nf4", "model.compile=false", "strategy.kind=ddp")
     record = applied(prepared(*nf4))
     assert (record.adapters, record.nf4, record.float8) == (True, True, False)
-    assert record.chunked_head is not None
-    assert record.token_scores is None
+    assert isinstance(record.head, Head)

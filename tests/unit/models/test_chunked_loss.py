@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.data.collation import collate_sequences
 from launcher.models import chunked_loss
-from launcher.models.build import build_model
+from launcher.models.applied import applied
+from launcher.models.build import build_model, embeddings
 from launcher.models.chunked_loss import (
     IGNORED,
-    ChunkedHead,
     Chunking,
+    Head,
     Transform,
     chunk_width,
     computes_loss,
@@ -27,6 +28,7 @@ from launcher.models.chunked_loss import (
 )
 from launcher.models.initialization import random_weights
 from launcher.models.lora import add_adapters
+from launcher.models.micro_batch import MicroBatch
 from launcher.objectives.loss import summed_loss
 from launcher.recipe.schema import Lora, Model
 
@@ -269,7 +271,7 @@ def build(lora=None, **config):
     model = build_model(Model(config=SMALL | config, attention=attention), sequence_length=16)
     if lora is not None:
         add_adapters(model, lora, base_dtype=torch.float32)
-    ChunkedHead(model, logits_transform(model))
+    applied(model).head = Head(embeddings(model)[1], logits_transform(model))
     assert computes_loss(model)
     random_weights(model, CPU, CPU, seed=1)
     for index, parameter in enumerate(model.parameters()):
@@ -304,12 +306,12 @@ def test_loss_of_models_matches_full_logits(config, adapters, few):
         targets[: 9 * few] = IGNORED
         row = {"input_ids": ids, "targets": targets, "position_ids": torch.arange(16)}
         rows.append({name: tensor.numpy() for name, tensor in row.items()})
-    batch = collate_sequences(rows, length=16, packed=False, masking="mask")["tensors"]
-    assert ("target_positions" in batch) is few
+    batch = collate_sequences(rows, length=16, packed=False, masking="mask").micro_batch
+    assert (batch.positions is not None) is few
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    logits = model(input_ids=batch["input_ids"], use_cache=False).logits
+    logits = model(input_ids=batch.inputs["input_ids"], use_cache=False).logits
     expected, found = (
-        full_loss(logits.flatten(0, 1), batch["targets"].flatten()),
+        full_loss(logits.flatten(0, 1), batch.targets.flatten()),
         summed_loss(model, batch),
     )
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-5)
@@ -347,6 +349,7 @@ def test_copied_model_uses_its_own_weights():
     model = build(model_type="llama")
     other = copy.deepcopy(model)
     other.lm_head.weight.data.zero_()
-    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "targets": torch.ones(1, 4).long()}
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    batch = MicroBatch({"input_ids": ids}, torch.ones_like(ids))
     assert summed_loss(other, batch).item() == pytest.approx(4 * torch.tensor(300.0).log().item())
     assert summed_loss(model, batch).item() != pytest.approx(summed_loss(other, batch).item())

@@ -22,6 +22,7 @@ from launcher.models.attention import (
 )
 from launcher.models.context_parallel import apply_context_parallel
 from launcher.models.micro_batch import IGNORED, RowPart
+from tests.micro_batches import contents
 
 SIZES = {
     "vocab_size": 64,
@@ -106,17 +107,15 @@ def test_parts_of_rows_join_to_the_rows(packed):
     whole = collate_sequences(rows, **options)
     parts = [collate_sequences(rows, **options, part=RowPart(index, 4)) for index in range(4)]
     for name in ("input_ids", "targets"):
-        joined = torch.cat([part["tensors"][name] for part in parts], dim=1)
+        joined = torch.cat([contents(part.micro_batch)[name] for part in parts], dim=1)
         assert joined.shape == (2, 16 if packed else 8)
-        width = whole["tensors"][name].shape[1]
-        assert torch.equal(joined[:, :width], whole["tensors"][name])
-    positions = torch.cat([part["tensors"]["position_ids"] for part in parts], dim=1)
-    expected = whole["tensors"].get("position_ids", torch.arange(8).expand(2, -1))
+        expected = contents(whole.micro_batch)[name]
+        assert torch.equal(joined[:, : expected.shape[1]], expected)
+    positions = torch.cat([part.micro_batch.inputs["position_ids"] for part in parts], dim=1)
+    expected = whole.micro_batch.inputs.get("position_ids", torch.arange(8).expand(2, -1))
     assert torch.equal(positions, expected)
-    for name in ("tokens", "loss_tokens"):
-        assert sum(part[name] for part in parts) == whole[name]
+    assert sum(part.tokens for part in parts) == whole.tokens
+    assert sum(part.loss_tokens for part in parts) == whole.loss_tokens
     if packed:
-        assert all(
-            torch.equal(part["tensors"]["cu_seq_lens_q"], whole["tensors"]["cu_seq_lens_q"])
-            for part in parts
-        )
+        bounds = whole.micro_batch.inputs["cu_seq_lens_q"]
+        assert all(torch.equal(part.micro_batch.inputs["cu_seq_lens_q"], bounds) for part in parts)

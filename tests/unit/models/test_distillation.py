@@ -10,10 +10,11 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from launcher.errors import RecipeError
 from launcher.models import chunked_loss
+from launcher.models.applied import applied
 from launcher.models.build import build_model
-from launcher.models.chunked_loss import ChunkedHead, logits_transform
+from launcher.models.chunked_loss import Head, logits_transform
 from launcher.models.initialization import random_weights
-from launcher.models.micro_batch import IGNORED
+from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.objectives.distillation import Distillation as Objective
 from launcher.objectives.distillation import teacher_top_k
 from launcher.objectives.teacher import first_targets
@@ -43,7 +44,7 @@ def model_of(seed, *, softcap=None, chunked=False):
     if chunked:
         transform = logits_transform(model)
         assert transform is not None
-        ChunkedHead(model, transform)
+        applied(model).head = Head(model.lm_head, transform)
     random_weights(model, torch.device("cpu"), torch.device("cpu"), seed=seed)
     for index, parameter in enumerate(model.parameters()):
         parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(100 * seed + index))
@@ -56,13 +57,11 @@ def micro_batch(seed=0):
     targets = torch.randint(0, VOCABULARY, (2, TOKENS), generator=drawn)
     targets[:, ::5] = IGNORED
     positions = (targets.flatten() != IGNORED).nonzero()[:, 0]
-    return {"input_ids": ids, "targets": targets, "target_positions": positions}
+    return MicroBatch({"input_ids": ids}, targets, positions)
 
 
 def logits_at_targets(model, batch):
-    return (
-        model(input_ids=batch["input_ids"]).logits.flatten(0, 1)[batch["target_positions"]].float()
-    )
+    return model(**batch.inputs).logits.flatten(0, 1)[batch.positions].float()
 
 
 def direct(logits, targets, teacher, settings, weights):
@@ -101,12 +100,11 @@ def test_loss_and_gradients_are_those_of_full_logits(
     settings = Distillation(teacher="x", top_k=top_k, temperature=temperature, weight=weight)
     batch, plain = micro_batch(), model_of(1, softcap=softcap)
     model, teacher = model_of(1, softcap=softcap, chunked=True), model_of(2, softcap=softcap)
-    positions = batch["target_positions"]
+    positions = batch.positions
     weights = torch.ones(2, TOKENS)
     if weighted:
-        weights = batch["weights"] = torch.rand(
-            2, TOKENS, generator=torch.Generator().manual_seed(5)
-        )
+        weights = torch.rand(2, TOKENS, generator=torch.Generator().manual_seed(5))
+        batch = dataclasses.replace(batch, weights=weights)
     with torch.no_grad():
         of_teacher = logits_at_targets(teacher, batch)
         found = teacher_top_k(
@@ -121,9 +119,9 @@ def test_loss_and_gradients_are_those_of_full_logits(
     # Rounding of the logits is divided by the temperature
     close = {"rtol": 1e-6, "atol": 1e-6} if temperature > 0.1 else {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(values, p.gather(1, ids), **close)
-    stored = {"teacher_ids": ids, "teacher_log_probabilities": values}
-    ours = Objective(settings).loss(model, batch | stored)
-    targets = batch["targets"].flatten()[positions]
+    stored = {"ids": ids, "log_probabilities": values}
+    ours = Objective(settings).loss(model, dataclasses.replace(batch, extra=stored))
+    targets = batch.targets.flatten()[positions]
     theirs = direct(
         logits_at_targets(plain, batch), targets, of_teacher, settings, weights.flatten()[positions]
     )
@@ -149,8 +147,8 @@ def test_divergence_and_gradient_are_those_of_trl(temperature, divergence, norm)
             model_of(2, chunked=True), batch, settings=settings, vocabulary=VOCABULARY
         )
     values, ids = found.split(VOCABULARY, 1)
-    stored = {"teacher_ids": ids.long(), "teacher_log_probabilities": values}
-    loss = Objective(settings).loss(model, batch | stored)[0]
+    stored = {"ids": ids.long(), "log_probabilities": values}
+    loss = Objective(settings).loss(model, dataclasses.replace(batch, extra=stored))[0]
     loss = loss / temperature**2 / len(found)
     loss.backward()
     assert loss.item() == pytest.approx(divergence, rel=1e-6, abs=1e-7)
@@ -163,8 +161,10 @@ def test_a_model_that_agrees_has_no_divergence_and_no_gradient_of_it():
     batch, model = micro_batch(), model_of(1, chunked=True)
     with torch.no_grad():
         found = teacher_top_k(model, batch, settings=settings, vocabulary=VOCABULARY)
-    stored = {"teacher_ids": found[:, 4:].long(), "teacher_log_probabilities": found[:, :4]}
-    loss, entropy, divergence = Objective(settings).loss(model, batch | stored)
+    stored = {"ids": found[:, 4:].long(), "log_probabilities": found[:, :4]}
+    loss, entropy, divergence = Objective(settings).loss(
+        model, dataclasses.replace(batch, extra=stored)
+    )
     assert abs(divergence) < 1e-4 < entropy
     loss.backward()
     assert max(p.grad.abs().max() for p in model.parameters()) < 1e-4
@@ -173,8 +173,8 @@ def test_a_model_that_agrees_has_no_divergence_and_no_gradient_of_it():
 def test_a_teacher_with_spare_entries_predicts_tokens_of_the_model_only():
     settings = Distillation(teacher="x", top_k=100)
     batch, model = micro_batch(), model_of(3, chunked=True)
-    batch["input_ids"] %= 200
-    batch["targets"] = torch.where(batch["targets"] == IGNORED, IGNORED, batch["targets"] % 200)
+    batch.inputs["input_ids"].remainder_(200)
+    batch.targets[batch.counted] %= 200
     with torch.no_grad():
         found = teacher_top_k(model, batch, settings=settings, vocabulary=200)
     assert found[:, 100:].max() < 200

@@ -462,7 +462,7 @@ def test_environment_is_not_shown_and_links_are_not_followed(tmp_path, llama, ca
     )
     RunFolder(run).write_status("finished", step=1)
     assert main(["report", str(run)]) == 0
-    page = (tmp_path / "report.html").read_text()
+    page = (run / "report.html").read_text()
     assert "oc.env:SECRET_OF_THE_READER" in page
     assert "hidden-value" not in page
     (tmp_path / "private").write_text("hidden-value")

@@ -131,8 +131,7 @@ def test_features_of_an_answer_are_computed_once(models, family, shown):
         if images.grid:
             place = int(np.flatnonzero(np.isin(ids, processor.token_ids))[0])
             sample["grid_positions"] = grid_positions(sample["position_ids"], [(place, *text.grid)])
-    made = ImageInputs(256, images=images).collate([sample])["tensors"]
-    inputs = {name: value for name, value in made.items() if "target" not in name}
+    inputs = ImageInputs(256, images=images).collate([sample]).micro_batch.inputs
     runs = []
     handle = next(iter(tower_blocks(model).values())).register_forward_hook(
         lambda *_: runs.append(1)
@@ -371,7 +370,7 @@ def test_rows_of_a_plan_are_full_of_the_largest_images(models):
         inputs = ImageInputs(length, images=images)
         ids = np.full(length, tower.inputs.image_token)  # random tokens are those of text, too
         row = inputs.filled(make_sample([(ids, ids)]))
-        made = inputs.collate([row])["tensors"]
+        made = inputs.collate([row]).micro_batch.inputs
         assert len(made["image_positions"]) == sum(row["input_ids"] == tower.inputs.image_token)
         return made["images"], tower.inputs.patches(made["tower"]), len(made["image_positions"])
 

@@ -18,6 +18,8 @@ from launcher.errors import RecipeError
 from launcher.models.build import build_model
 from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.load import open_checkpoint, pretrained_weights, starting_weights
+from launcher.models.micro_batch import MicroBatch
+from launcher.models.predictions import cross_entropies
 from launcher.models.safetensors_files import (
     StoredRows,
     StoredTensors,
@@ -345,7 +347,7 @@ def test_longrope_matches_transformers_on_both_sides_of_its_limit(tmp_path, pack
         targets = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], dim=1)
         with torch.no_grad():
             expected = plain(ids, labels=ids).loss * (length - 1)
-            loss = found(input_ids=ids, targets=targets, use_cache=False).loss
+            loss = cross_entropies(found, MicroBatch({"input_ids": ids}, targets), "sum").value
         assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
         outputs.append(found(input_ids=ids).logits[0, :12])
     short, long, again = outputs

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from launcher.models.micro_batch import IGNORED
+from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.objectives.loss import summed_loss
 
 SIZES = {
@@ -63,9 +63,8 @@ def test_gradients_match_the_loss_of_transformers(kind):
         labels = torch.cat([torch.full((3, 1), IGNORED), targets[:, :-1]], dim=1)
         reference = model(input_ids=ids, attention_mask=mask.long(), labels=labels, use_cache=False)
         expected = gradients(model, reference.loss)
-        batch = {"input_ids": ids, "targets": targets}
-        if not mask.all():
-            batch["text_mask"] = mask
+        text = None if mask.all() else mask
+        batch = MicroBatch({"input_ids": ids}, targets, text_mask=text)
         count = int((targets != IGNORED).sum())
         summed = summed_loss(model, batch)
         cross_entropy = (reference.loss - 0.3 * reference.aux_loss).item()
@@ -89,17 +88,15 @@ def test_micro_batches_are_weighted_by_target_count():
         targets = torch.full((2, 12), IGNORED)
         targets[:, :trained] = ids[:, 1 : trained + 1]
         text = torch.arange(12).expand(2, -1) <= trained
-        micro_batches.append({"input_ids": ids, "targets": targets, "text_mask": text})
-    total = sum(int((part["targets"] != IGNORED).sum()) for part in micro_batches)
+        micro_batches.append(MicroBatch({"input_ids": ids}, targets, text_mask=text))
+    total = sum(int(part.counted.sum()) for part in micro_batches)
     actual = gradients(model, sum(summed_loss(model, part) for part in micro_batches) / total)
     expected = 0
     for part in micro_batches[:2]:
-        count = int((part["targets"] != IGNORED).sum())
-        real = torch.arange(12) <= part["targets"].ne(IGNORED).sum(1, keepdim=True)
-        labels = torch.cat([torch.full((2, 1), IGNORED), part["targets"][:, :-1]], dim=1)
-        reference = model(
-            input_ids=part["input_ids"], attention_mask=real.long(), labels=labels, use_cache=False
-        )
+        count = int(part.counted.sum())
+        real = torch.arange(12) <= part.counted.sum(1, keepdim=True)
+        labels = torch.cat([torch.full((2, 1), IGNORED), part.targets[:, :-1]], dim=1)
+        reference = model(**part.inputs, attention_mask=real.long(), labels=labels, use_cache=False)
         expected = expected + reference.loss * count / total
     assert_same(actual, gradients(model, expected))
 
@@ -116,4 +113,4 @@ def test_auxiliary_loss_without_coefficient_is_an_error():
     with pytest.raises(
         ValueError, match="NoCoefficient returns an auxiliary loss and has no router"
     ):
-        summed_loss(NoCoefficient(), {"input_ids": ids, "targets": ids})
+        summed_loss(NoCoefficient(), MicroBatch({"input_ids": ids}, ids))

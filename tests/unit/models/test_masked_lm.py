@@ -23,8 +23,9 @@ from launcher.data.batching import NO_SAMPLE, SampleOrder, TokenBatchSampler
 from launcher.data.opening import make_order, open_dataset
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
-from launcher.models.build import build_model
-from launcher.models.chunked_loss import ChunkedHead, logits_transform
+from launcher.models.applied import applied
+from launcher.models.build import build_model, embeddings
+from launcher.models.chunked_loss import Head, logits_transform
 from launcher.models.load import starting_weights
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives.loss import summed_loss
@@ -123,20 +124,17 @@ def test_a_users_loss_counts_the_predicted_tokens(masked):
         own = dataclasses.replace(
             masked, objective=dataclasses.replace(masked.objective, target_loss=loss)
         )
-        tensors = own.collate([own[5], own[6]])["tensors"]
-        logits = model(
-            input_ids=tensors["input_ids"], attention_mask=tensors["attention_mask"]
-        ).logits
-        predicted = tensors["targets"] != IGNORED
+        micro_batch = own.collate([own[5], own[6]]).micro_batch
+        assert micro_batch.inputs.keys() == {"input_ids", "attention_mask"}
+        logits, targets = model(**micro_batch.inputs).logits, micro_batch.targets
+        predicted = targets != IGNORED
         expected = loss.of_logits if loss.needs == "logits" else None
         if expected is None:
-            losses = cross_entropy(
-                logits[predicted], tensors["targets"][predicted], reduction="none"
-            )
+            losses = cross_entropy(logits[predicted], targets[predicted], reduction="none")
             summed = ((-losses).exp() * losses).sum()
         else:
-            summed = expected(logits[predicted], tensors["targets"][predicted]).sum()
-        torch.testing.assert_close(own.objective.loss(model, tensors), summed)
+            summed = expected(logits[predicted], targets[predicted]).sum()
+        torch.testing.assert_close(own.objective.loss(model, micro_batch), summed)
 
 
 def masked_tokenizer(dataset):
@@ -178,21 +176,21 @@ def test_losses_are_those_of_transformers(config, chunked, masked):
     starting_weights(section, model, seed=0)[0](model, torch.device("cpu"), torch.device("cpu"))
     reference = copy.deepcopy(model.eval())
     if chunked:
-        ChunkedHead(model, transform)
+        applied(model).head = Head(embeddings(model)[1], transform)
     collated = masked.collate([masked[index] for index in (0, 3, 8, NO_SAMPLE)])
-    tensors = collated["tensors"]
-    assert collated["loss_tokens"] == int((tensors["targets"] != IGNORED).sum()) > 3
-    loss = summed_loss(model, tensors) / collated["loss_tokens"]
-    inputs = {name: tensors[name] for name in ("input_ids", "attention_mask")}
-    expected = reference(**inputs, labels=tensors["targets"]).loss
+    micro_batch = collated.micro_batch
+    assert collated.loss_tokens == int((micro_batch.targets != IGNORED).sum()) > 3
+    loss = summed_loss(model, micro_batch) / collated.loss_tokens
+    assert micro_batch.inputs.keys() == {"input_ids", "attention_mask"}
+    expected = reference(**micro_batch.inputs, labels=micro_batch.targets).loss
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     loss.backward()
     expected.backward()
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
     empty = masked.collate([masked[NO_SAMPLE]])
-    assert summed_loss(model, empty["tensors"]).item() == 0.0
-    assert empty["loss_tokens"] == 0
+    assert summed_loss(model, empty.micro_batch).item() == 0.0
+    assert empty.loss_tokens == 0
 
 
 def test_a_pretrained_encoder_with_a_pooler(tmp_path, caplog):

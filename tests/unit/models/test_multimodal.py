@@ -11,6 +11,8 @@ from launcher.checkpoint import verify
 from launcher.diagnostics.selftest import shrunk
 from launcher.errors import RecipeError
 from launcher.models.build import parts_without_text, token_flops
+from launcher.models.micro_batch import MicroBatch
+from launcher.models.predictions import cross_entropies
 from launcher.models.recurrent import documents_at
 from launcher.planner.estimate import estimate_memory
 from launcher.planner.profile import profile_of_shapes
@@ -39,7 +41,7 @@ def random_model(kind):
 
 
 def packed(ids, prepared):
-    """Targets and inputs of rows that hold DOCUMENTS."""
+    """A micro-batch of rows that hold DOCUMENTS."""
     targets = torch.full_like(ids, -100)
     for row, sizes in enumerate(DOCUMENTS):
         start = 0
@@ -47,14 +49,14 @@ def packed(ids, prepared):
             targets[row, start : start + size - 1] = ids[row, start + 1 : start + size]
             start += size
     positions = [torch.cat([torch.arange(size) for size in sizes]) for sizes in DOCUMENTS]
-    inputs: dict[str, Any] = {"position_ids": torch.stack(positions), "use_cache": False}
+    inputs: dict[str, Any] = {"input_ids": ids, "position_ids": torch.stack(positions)}
     if prepared.recurrent:
         inputs["documents"] = documents_at(inputs["position_ids"].numpy())
     if prepared.masking == "varlen":
         bounds = torch.tensor([0, 5, 14, 16, 32], dtype=torch.int32)
         inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         inputs |= {"max_length_q": 16, "max_length_k": 16}
-    return targets, inputs
+    return MicroBatch(inputs, targets)
 
 
 @pytest.mark.parametrize(
@@ -83,8 +85,7 @@ def test_losses_and_gradients_of_text_are_those_of_transformers(tmp_path, kind, 
     assert type(own) is type(model)
     assert prepared.chunked_loss
     assert prepared.masking == ("varlen" if attention == "auto" else "mask")
-    targets, inputs = packed(ids, prepared)
-    found = own(input_ids=ids, targets=targets, **inputs).loss
+    found = cross_entropies(own, packed(ids, prepared), "sum").value
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     found.backward()
     gradients = {name: p.grad for name, p in own.named_parameters() if p.requires_grad}
@@ -167,8 +168,7 @@ def test_routers_that_are_derived_from_linear_layers_get_no_adapters(targets, me
     assert not any("router" in name and ".lora_" in name for name, _ in model.named_parameters())
     prepared.init_fn(model, CPU, CPU)
     ids = torch.randint(3, 60, (2, 16))
-    targets, inputs = packed(ids, prepared)
-    model(input_ids=ids, targets=targets, **inputs).loss.backward()
+    cross_entropies(model, packed(ids, prepared), "sum").value.backward()
     trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     assert all(".lora_" in name for name in trained)
     assert all(grad.any() for name, grad in trained.items() if ".lora_B." in name)

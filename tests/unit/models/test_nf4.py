@@ -20,6 +20,7 @@ from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.initialization import clean_name, random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
+from launcher.models.micro_batch import MicroBatch
 from launcher.recipe import schema
 from launcher.recipe.schema import Lora, Model
 from launcher.training import setup
@@ -184,7 +185,7 @@ def test_layers_in_nf4_stay_the_same_modules():
 
 def test_traces_call_the_operators_that_the_kernel_needs():
     """A budget of activation checkpointing counts the calls of each operator in a trace on CPUs."""
-    data = SimpleNamespace(tensors={"position_ids": None})
+    data = SimpleNamespace(micro_batch=MicroBatch({"position_ids": None}))
     weight = packed(torch.randn(8, 128))
     called = {}
     for device in ("cpu", "cuda"):

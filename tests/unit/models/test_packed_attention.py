@@ -9,7 +9,13 @@ import types
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+)
 
 from launcher.errors import RecipeError
 from launcher.models import attention as attention_module
@@ -319,9 +325,14 @@ def test_attention_across_documents_is_detected(model_type):
     assert model.training
 
 
-def test_packing_without_position_ids_is_refused():
-    model = torch.nn.Module()
-    model.forward = lambda input_ids, use_cache: None
+def model_with(forward):
+    model = PreTrainedModel(PretrainedConfig())
+    model.forward = forward
+    return model
+
+
+def test_packing_of_a_model_without_positions_is_refused():
+    model = model_with(lambda input_ids, use_cache: None)
     with pytest.raises(RecipeError, match=r"data\.packing: Model takes no position_ids"):
         check_isolation(model, name="Model", vocabulary=64, device=CPU)
 
@@ -335,8 +346,7 @@ def test_rounding_errors_pass_the_document_masking_check(dtype):
 
     def check(change):
         logits = itertools.cycle([torch.ones(1, 16, 4), torch.full((1, 16, 4), 1 - change)])
-        model = torch.nn.Module()
-        model.forward = lambda **inputs: types.SimpleNamespace(logits=next(logits))
+        model = model_with(lambda **inputs: types.SimpleNamespace(logits=next(logits)))
         check_isolation(model, name="Model", vocabulary=64, device=CPU, dtype=dtype)
 
     check(2 * torch.finfo(dtype).eps)

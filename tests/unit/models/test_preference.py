@@ -23,8 +23,9 @@ from launcher.data.packing import separate_pairs
 from launcher.data.token_store import TokenStore
 from launcher.errors import RecipeError
 from launcher.models import chunked_loss
+from launcher.models.applied import applied
 from launcher.models.attention import isolate_documents
-from launcher.models.chunked_loss import ChunkedHead, Transform
+from launcher.models.chunked_loss import Head, Transform
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives import preference
 from launcher.objectives.answers import answer_log_probabilities, check_model
@@ -86,7 +87,7 @@ def prepared(shift, *, chunked=True):
         compute_dtype=torch.float32,
     )
     if chunked:
-        ChunkedHead(model, Transform())
+        applied(model).head = Head(model.lm_head, Transform())
     return model
 
 
@@ -120,9 +121,9 @@ def batch_of(dataset, indices=None):
 def with_reference(dataset, loss):
     collated = batch_of(dataset)
     with torch.no_grad():
-        sums, _ = answer_log_probabilities(prepared(0.0), collated["tensors"])
+        sums = answer_log_probabilities(prepared(0.0), collated.micro_batch).value
     reference = np.zeros((len(PAIRS), 2), np.float32)
-    reference[collated["documents"]] = sums
+    reference[collated.documents] = sums
     settings = Preference(loss=loss, **SETTINGS.get(loss, {}))
     objective = preference.Preference(settings=settings, reference=reference)
     return dataclasses.replace(dataset, objective=objective)
@@ -130,7 +131,7 @@ def with_reference(dataset, loss):
 
 def loss_and_norm(dataset, model, indices=None):
     collated = batch_of(dataset, indices)
-    means = dataset.objective.loss(model, collated["tensors"]) / collated["loss_tokens"]
+    means = dataset.objective.loss(model, collated.micro_batch) / collated.loss_tokens
     gradients = torch.autograd.grad(means[0], list(model.parameters()))
     norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
     return (
@@ -174,15 +175,15 @@ def test_answers_of_probability_one_have_finite_gradients(loss):
 
 def test_micro_batches_add_up_and_an_empty_one_is_zero():
     dataset, model = with_reference(dataset_of(PAIRS), "dpo"), prepared(0.05)
-    whole = dataset.objective.loss(model, batch_of(dataset)["tensors"])
+    whole = dataset.objective.loss(model, batch_of(dataset).micro_batch)
     parts = [
-        dataset.objective.loss(model, batch_of(dataset, [n])["tensors"])
+        dataset.objective.loss(model, batch_of(dataset, [n]).micro_batch)
         for n in range(len(dataset))
     ]
     torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-5)
     empty = batch_of(dataset, [NO_SAMPLE])
-    assert empty["loss_tokens"] == 0
-    nothing = dataset.objective.loss(model, empty["tensors"])
+    assert empty.loss_tokens == 0
+    nothing = dataset.objective.loss(model, empty.micro_batch)
     nothing[0].backward()
     assert nothing.tolist() == [0.0] * (1 + len(preference.Preference.metrics))
     assert all(torch.count_nonzero(p.grad) == 0 for p in model.parameters())
@@ -191,16 +192,16 @@ def test_micro_batches_add_up_and_an_empty_one_is_zero():
 def test_a_pair_twice_in_a_micro_batch_counts_twice():
     """A small data set may give the same row to two places of a batch, in two epochs."""
     dataset, model = with_reference(dataset_of(PAIRS), "dpo"), prepared(0.05)
-    once = dataset.objective.loss(model, batch_of(dataset, [0])["tensors"])
+    once = dataset.objective.loss(model, batch_of(dataset, [0]).micro_batch)
     collated = batch_of(dataset, [0, 0])
-    assert collated["loss_tokens"] == 2 * batch_of(dataset, [0])["loss_tokens"]
-    torch.testing.assert_close(dataset.objective.loss(model, collated["tensors"]), 2 * once)
+    assert collated.loss_tokens == 2 * batch_of(dataset, [0]).loss_tokens
+    torch.testing.assert_close(dataset.objective.loss(model, collated.micro_batch), 2 * once)
 
 
 def test_long_pairs_and_answers_without_targets_are_dropped():
     long, empty = (ids(1, 20), ids(2, 21), ids(3, 5)), (ids(1, 3), [], ids(3, 4))
     dataset = dataset_of([*PAIRS[:2], long, *PAIRS[2:4], empty, *PAIRS[4:]])
-    documents = np.concatenate([batch_of(dataset)["documents"]])
+    documents = np.concatenate([batch_of(dataset).documents])
     assert sorted(documents.tolist()) == [0, 1, 3, 4, 6, 7]
     assert dataset.sequences.long_documents == 1
     assert dataset.sequences.dropped_documents == 1
@@ -216,9 +217,9 @@ def test_long_pairs_and_answers_without_targets_are_dropped():
 def test_the_answers_of_a_pair_do_not_see_each_other():
     dataset, model = dataset_of(PAIRS), prepared(0.05)
     with torch.no_grad():
-        sums, _ = answer_log_probabilities(model, batch_of(dataset)["tensors"])
+        sums = answer_log_probabilities(model, batch_of(dataset).micro_batch).value
         plain = make_model(0.05)
-        for document, pair in zip(batch_of(dataset)["documents"], sums, strict=True):
+        for document, pair in zip(batch_of(dataset).documents, sums, strict=True):
             prompt, *answers = PAIRS[document]
             for answer, found in zip(answers, pair, strict=True):
                 logits = plain(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)

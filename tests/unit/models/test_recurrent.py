@@ -28,7 +28,6 @@ from launcher.models.recurrent import (
     use_operators_without_values,
 )
 from launcher.objectives.answers import answer_log_probabilities
-from launcher.objectives.loss import model_inputs
 from launcher.objectives.preference import Preference
 from tests.datasets import dataset_of, rows_of
 from tests.unit.models.recurrent_families import FAMILIES, build
@@ -48,7 +47,7 @@ def documents(rows=ROWS):
 
 def micro_batch(rows, **options):
     samples = [make_sample([(ids, np.append(ids[1:], -100)) for ids in row]) for row in rows]
-    return collate_sequences(samples, length=90, packed=True, **options)["tensors"]
+    return collate_sequences(samples, length=90, packed=True, **options).micro_batch
 
 
 def losses(logits, targets):
@@ -83,9 +82,9 @@ def compare(model_type, *, attention=None, checkpointing=False):
             losses(logits[-1][:, :-1], ids[:, 1:]).backward()
     if checkpointing:
         packed.gradient_checkpointing_enable({"use_reentrant": False})
-    tensors = micro_batch(rows, masking=masking, recurrent=True)
-    found = packed(**model_inputs(tensors), use_cache=False).logits
-    losses(found, tensors["targets"]).backward()
+    made = micro_batch(rows, masking=masking, recurrent=True)
+    found = packed(**made.inputs, use_cache=False).logits
+    losses(found, made.targets).backward()
     parts = [
         part
         for row, sizes in zip(found, ROWS, strict=True)
@@ -137,7 +136,7 @@ def test_without_separation_documents_mix():
     """What the tests above would measure without the change."""
     model = build("qwen3_5_text")
     (row,) = documents([[7, 40]])
-    tensors = model_inputs(micro_batch([row], masking="mask"))
+    tensors = micro_batch([row], masking="mask").inputs
     with torch.no_grad():
         packed = model(**tensors, use_cache=False).logits[0, 7:47]
         alone = model(input_ids=torch.from_numpy(row[1])[None], use_cache=False).logits[0]
@@ -160,7 +159,7 @@ def test_a_copy_of_the_model_computes_with_its_own_layers():
     """A plan and a trial of attention copy models."""
     model = build("lfm2")
     packable(model)
-    tensors = model_inputs(micro_batch(documents(), masking="varlen", recurrent=True))
+    tensors = micro_batch(documents(), masking="varlen", recurrent=True).inputs
     copied = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -176,7 +175,7 @@ def test_rows_of_one_document_are_computed_as_they_are(monkeypatch):
     ids = torch.arange(3, 23).view(2, 10)
     with torch.no_grad():
         expected = build("lfm2")(input_ids=ids, use_cache=False).logits
-        tensors = model_inputs(micro_batch(documents(), masking="varlen", recurrent=True))
+        tensors = micro_batch(documents(), masking="varlen", recurrent=True).inputs
         model(**tensors, use_cache=False)
         found = model(input_ids=ids, use_cache=False).logits
     assert torch.allclose(found, expected, atol=1e-6)
@@ -211,7 +210,7 @@ def test_compiled_blocks_compute_recurrent_layers_as_they_are():
     for block in find_blocks(compiled).values():
         block.compile(backend="aot_eager")
     for sizes in (ROWS, [[20, 20], [50, 2, 2], [1, 80]]):
-        tensors = model_inputs(micro_batch(documents(sizes), masking="varlen", recurrent=True))
+        tensors = micro_batch(documents(sizes), masking="varlen", recurrent=True).inputs
         found, expected = (model(**tensors, use_cache=False).logits for model in (compiled, eager))
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
         found.sum().backward()
@@ -242,8 +241,8 @@ def test_the_answers_of_a_pair_are_computed_by_themselves(packing):
         recurrent=True,
     )
     made = rows.collate(rows_of(rows))
-    found, _ = answer_log_probabilities(model, made["tensors"])
-    for number, answers in zip(made["documents"].tolist(), found.tolist(), strict=True):
+    found = answer_log_probabilities(model, made.micro_batch).value
+    for number, answers in zip(made.documents.tolist(), found.tolist(), strict=True):
         prompt, *texts = pairs[number]
         for answer, log_probability in zip(texts, answers, strict=True):
             ids = torch.tensor([prompt + answer])

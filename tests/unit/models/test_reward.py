@@ -14,12 +14,13 @@ from launcher.data.columns import read_margin
 from launcher.data.messages import RowError
 from launcher.data.token_store import open_store
 from launcher.errors import RecipeError
-from launcher.models.applied import applied
 from launcher.models.attention import VARLEN, varlen_attention
 from launcher.models.micro_batch import IGNORED
-from launcher.objectives.reward import Reward, TokenScores
+from launcher.models.predictions import logits
+from launcher.objectives.reward import Reward
 from launcher.recipe.schema import Data
 from tests import datasets
+from tests.micro_batches import contents
 from tests.unit.data.rows import write
 from tests.unit.models.test_preference import LENGTH, PAIRS, SMALL, dataset_of
 
@@ -41,7 +42,7 @@ def make_model(masked=False):
             at = torch.arange(parameter.numel(), dtype=torch.float64)
             values = torch.sin(at * (n + 1) * 0.37 + n) * 0.5
             parameter.copy_((values + (parameter.ndim == 1)).view(parameter.shape))
-    TokenScores(model)
+    Reward().change_model(model, row_length=2 * LENGTH)
     if not masked:
         ALL_ATTENTION_FUNCTIONS.register(VARLEN, varlen_attention)
         model.set_attn_implementation(VARLEN)
@@ -73,7 +74,7 @@ def test_losses_gradients_and_metrics_are_those_of_trl(margins, packing, masked)
     total, gradient = torch.zeros(1 + len(Reward.metrics)), torch.zeros(1)
     for half in (range(0, len(data), 2), range(1, len(data), 2)):  # micro-batches
         collated = data.collate(datasets.rows_of(data, [*half, NO_SAMPLE]))
-        sums = data.objective.loss(model, collated["tensors"]) / len(PAIRS)
+        sums = data.objective.loss(model, collated.micro_batch) / len(PAIRS)
         sums[0].backward()
         total += sums.detach()
     gradient = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
@@ -87,12 +88,12 @@ def test_losses_gradients_and_metrics_are_those_of_trl(margins, packing, masked)
 def test_a_micro_batch():
     data = dataset("varlen", packing=False, margins=True)
     collated = data.collate([data[4], data[1]])
-    tensors = collated["tensors"]
+    tensors = contents(collated.micro_batch)
     (prompt, chosen, rejected), (other, *answers) = PAIRS[4], PAIRS[1]
     first = [*prompt, *chosen, *prompt, *rejected]
     assert tensors["input_ids"][0].tolist()[: len(first)] == first
     assert tensors["margins"].tolist() == [MARGINS[4], MARGINS[1]]
-    assert collated["loss_tokens"] == 2
+    assert collated.loss_tokens == 2
     ends = [len(prompt + chosen) - 1, len(first) - 1]
     width = tensors["input_ids"].shape[1]
     ends += [
@@ -100,7 +101,7 @@ def test_a_micro_batch():
         width + 2 * len(other) + sum(map(len, answers)) - 1,
     ]
     assert tensors["ends"].flatten().tolist() == ends
-    assert not {"targets", "target_positions"} & tensors.keys()
+    assert not {"targets", "positions"} & tensors.keys()
 
 
 def test_the_score_is_that_of_the_last_token_that_is_not_padding():
@@ -109,13 +110,13 @@ def test_the_score_is_that_of_the_last_token_that_is_not_padding():
     model, masking = make_model()
     made = dataset_of(pairs)
     data = rewards_of(made.store, made.sequences, masking)
-    tensors = data.collate([data[0, 1]])["tensors"]
-    assert tensors["ends"].tolist() == [[2, 6], [7, 9]]
+    micro_batch = data.collate([data[0, 1]]).micro_batch
+    ends = micro_batch.extra["ends"]
+    assert ends.tolist() == [[2, 6], [7, 9]]
     alone = make_model()[0]
-    expected = applied(alone).token_scores._model_forward(torch.tensor([[5, 6, 7, PADDING]])).logits
+    expected = alone(torch.tensor([[5, 6, 7, PADDING]])).logits
     assert expected.shape == (1, 1)
-    inputs = {name: value for name, value in tensors.items() if name not in ("ends", "margins")}
-    scores = model(**inputs).logits.flatten()[tensors["ends"]]
+    scores = logits(model, micro_batch.inputs).flatten()[ends]
     assert scores[0, 0].item() == pytest.approx(expected.item(), rel=1e-6)
 
 
@@ -130,7 +131,7 @@ def test_an_encoder_is_refused():
     small = {"hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8, "vocab_size": 9}
     model = BertForSequenceClassification(BertConfig(**small, num_hidden_layers=1, num_labels=1))
     with pytest.raises(RecipeError, match="BertForSequenceClassification does not score each"):
-        TokenScores(model)
+        Reward().change_model(model, row_length=8)
 
 
 def test_margins_of_rows(tmp_path):

@@ -78,10 +78,10 @@ def test_the_cross_entropy_written_by_a_user_is_the_launchers(
         options["objective"] = objective = prepared.objective
         data = open_dataset(recipe.data, recipe.data.train, **options)
         made = data.collate([data[0], data[len(data) - 1], data[NO_SAMPLE]])
-        losses = objective.loss(model, made["tensors"])
+        losses = objective.loss(model, made.micro_batch)
         losses[0].backward()
         gradients = [parameter.grad for parameter in model.parameters()]
-        nothing = objective.loss(model, data.collate([data[NO_SAMPLE]])["tensors"])
+        nothing = objective.loss(model, data.collate([data[NO_SAMPLE]]).micro_batch)
         found.append([losses.detach(), nothing.detach(), *gradients])
         assert (vars(objective)["target_loss"] is None) == bool(own)
     for ours, theirs in zip(*found, strict=True):

@@ -84,10 +84,11 @@ def test_the_parts_of_the_loss_are_those_of_the_sources(case):
     if mixture.joined:  # the sources share rows, and have documents of the same numbers
         order = [tuple(range(0, len(mixture), 2)), (), tuple(range(1, len(mixture), 2))]
     collated = mixture.collate([mixture[index] for index in order])
-    found = objective.loss(model, collated["tensors"])
+    found = objective.loss(model, collated.micro_batch)
     alone = [part.collate([part[index] for index in range(len(part))]) for part in parts]
     own = [
-        part.objective.loss(model, each["tensors"]) for part, each in zip(parts, alone, strict=True)
+        part.objective.loss(model, each.micro_batch)
+        for part, each in zip(parts, alone, strict=True)
     ]
     own = [each.view(1) if each.ndim == 0 else each for each in own]
     further = len(objective.metrics)

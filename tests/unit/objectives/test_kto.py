@@ -112,9 +112,9 @@ def test_loss_and_gradient_are_those_of_a_plain_loop(packing):
     dataset = dataset_of(ANSWERS, GOOD, packing=packing, reference=reference)
     model = prepared(0.05)
     collated = dataset.collate(datasets.rows_of(dataset, [*range(len(dataset)), NO_SAMPLE]))
-    assert collated["loss_tokens"] == len(ANSWERS)
-    assert sorted(collated["documents"]) == list(range(len(ANSWERS)))
-    found = dataset.objective.loss(model, collated["tensors"])
+    assert collated.loss_tokens == len(ANSWERS)
+    assert sorted(collated.documents) == list(range(len(ANSWERS)))
+    found = dataset.objective.loss(model, collated.micro_batch)
     torch.testing.assert_close(found[0], sum(losses).detach(), rtol=1e-6, atol=1e-6)
     found[0].backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
@@ -149,7 +149,7 @@ def test_losses_by_source():
     # Rows with answers of both sources, which have the same numbers there
     rows = [tuple(range(0, len(mixture), 2)), (), tuple(range(1, len(mixture), 2))]
     collated = mixture.collate([mixture[row] for row in rows])
-    found = mixture.objective.loss(model, collated["tensors"])
+    found = mixture.objective.loss(model, collated.micro_batch)
     losses, counts = found[1 + len(kto.Kto.metrics) :].view(2, 2)
     assert counts.tolist() == [5, len(ANSWERS) - 5]
     torch.testing.assert_close(losses.sum(), found[0])
@@ -160,8 +160,8 @@ def test_the_example_of_the_plan_has_full_rows():
     inputs = TextInputs(LENGTH, packed=True)
     about = Example(data, 3, inputs, 2, VOCABULARY, 0, np.random.default_rng(0))
     objective, collated = kto.Kto().with_example(about)
-    assert collated["tensors"]["input_ids"].shape[0] == 3
-    assert torch.isfinite(objective.loss(prepared(0.0), collated["tensors"])).all()
+    assert collated.micro_batch.inputs["input_ids"].shape[0] == 3
+    assert torch.isfinite(objective.loss(prepared(0.0), collated.micro_batch)).all()
 
 
 def test_inspect_names_an_answer_by_its_mark():

@@ -11,7 +11,7 @@ from launcher.data.packing import separate
 from launcher.data.token_store import TokenStore
 from launcher.errors import RecipeError
 from launcher.models.hugging_face_files import export_hugging_face
-from launcher.models.micro_batch import IGNORED
+from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.objectives.loss import summed_loss
 from tests.datasets import dataset_of
 
@@ -41,7 +41,7 @@ def test_the_loss_is_the_cross_entropy_of_its_logits():
     )
     collated = dataset.collate([dataset[index] for index in range(3)])
     model = Model()
-    found = dataset.objective.loss(model, collated["tensors"])
+    found = dataset.objective.loss(model, collated.micro_batch)
     alone = sum(
         cross_entropy(
             model(torch.tensor(part[None])[:, :-1].long())[0],
@@ -51,7 +51,7 @@ def test_the_loss_is_the_cross_entropy_of_its_logits():
         for part in np.split(ids, [8, 13])
     )
     torch.testing.assert_close(found, alone)
-    assert (collated["tensors"]["targets"] != IGNORED).sum() == collated["loss_tokens"] == 15
+    assert (collated.micro_batch.targets != IGNORED).sum() == collated.loss_tokens == 15
 
 
 def test_the_export_holds_the_weights_by_their_names(tmp_path):
@@ -95,4 +95,4 @@ def test_other_outputs_are_refused(change, problem):
     with pytest.raises(
         RecipeError, match=r"^model.builder: forward\(input_ids\) must .*" + problem
     ):
-        summed_loss(model, {"input_ids": ids, "targets": ids})
+        summed_loss(model, MicroBatch({"input_ids": ids}, ids))

@@ -12,6 +12,7 @@ from torch import nn
 
 from launcher.console import bytes_as_text
 from launcher.models import chunked_loss, linear_chunks, tracing
+from launcher.models.micro_batch import MicroBatch
 from launcher.planner import plan, trace
 from launcher.planner.estimate import estimate_memory
 from launcher.planner.machine import known_machine
@@ -284,7 +285,7 @@ def test_a_trace_replaces_nothing_of_the_launcher(monkeypatch):
 
 def test_a_trace_inside_of_another_is_for_its_device():
     """The budget of activation checkpointing traces blocks for the device of the rank, a CPU."""
-    data = types.SimpleNamespace(tensors={})
+    data = types.SimpleNamespace(micro_batch=MicroBatch({}))
     with fake_tensors.computing_as_on("cuda", data):
         outer = tracing.current()
         with fake_tensors.computing_as_on("cpu", data):

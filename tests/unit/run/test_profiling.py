@@ -4,16 +4,17 @@ import dataclasses
 import json
 import re
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals
 from launcher.distributed.rank_layout import RankLayout
+from launcher.models.micro_batch import MicroBatch
 from launcher.optimizers.optimizer import LossScale, make_optimizer
 from launcher.recipe import schema
 from launcher.run.profiling import make_profiler
+from launcher.strategies.one_rank import OneRank
 from launcher.training.loop import Update, train_steps
 
 SINGLE_RANK = RankLayout(rank=0, size=1, group=None, device=torch.device("cpu"))
@@ -66,13 +67,12 @@ def test_step_ends_before_the_next_batch_is_fetched():
     def batches():
         for step in (1, 2):
             events.append("batch")
-            yield GlobalBatch(step, [{}], StepStatistics(StepTotals(1, 1), SINGLE_RANK), step, 0.0)
+            yield GlobalBatch(
+                step, [MicroBatch({})], StepStatistics(StepTotals(1, 1), SINGLE_RANK), step, 0.0
+            )
 
-    wrapped = SimpleNamespace(
-        model=model,
-        forward_context=nullcontext,
-        micro_batch=lambda last: nullcontext(),
-        grad_norm=lambda: model.weight.grad.norm(),
+    wrapped = OneRank(
+        model, [], param_dtype=torch.float32, ranks=SINGLE_RANK, init_fn=lambda *arguments: None
     )
     steps = train_steps(
         wrapped,

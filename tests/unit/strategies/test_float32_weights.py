@@ -15,6 +15,7 @@ from launcher.models.build import build_model, find_blocks, outer_units
 from launcher.models.initialization import clean_name, random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
+from launcher.models.micro_batch import MicroBatch
 from launcher.models.nf4_layers import packable
 from launcher.models.precision import computes_in_float32, kept_in_float32
 from launcher.recipe import schema
@@ -101,6 +102,11 @@ def wrapped_model(ranks, mixed=BFLOAT16, *, exact=True, checkpointing=None, one_
     )
 
 
+def cross_entropy(model, micro_batch):
+    ids = micro_batch.inputs["ids"]
+    return nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
+
+
 def train(wrapped, steps=3, micro_batches=2):
     """Losses, norms and weights."""
     parameters = list(wrapped.module.parameters())
@@ -111,9 +117,8 @@ def train(wrapped, steps=3, micro_batches=2):
             generator = torch.Generator().manual_seed(2 * step + number)
             ids = torch.randint(32, (2, 12), generator=generator)
             last = number == micro_batches - 1
-            with wrapped.micro_batch(last=last), wrapped.forward_context():
-                logits = wrapped.model(ids).flatten(0, 1).float()
-                loss = nn.functional.cross_entropy(logits, ids.flatten())
+            with wrapped.micro_batch(last=last):
+                loss = wrapped.call(cross_entropy, MicroBatch({"ids": ids}))
                 loss.backward()
             found.append(loss.item())
         found.append(wrapped.grad_norm().item())
@@ -277,9 +282,8 @@ def test_experts_are_chosen_as_in_transformers(ranks, tmp_path, one_rank):
         init_fn=partial(pretrained_weights, checkpoint=checkpoint, seed=5),
     )
     found = chosen_experts(wrapped.module)
-    wrapped.model.eval()
-    with torch.no_grad(), wrapped.forward_context():
-        wrapped.model(ids, use_cache=False)
+    with wrapped.evaluating():
+        wrapped.without_gradients(lambda model: model(ids, use_cache=False))
     assert len(found) == len(expected) == 2
     same = [(a == b).float().mean().item() for a, b in zip(found, expected, strict=True)]
     assert min(same) > 0.99, same  # with rounded biases: 0.93

@@ -77,8 +77,11 @@ def batch(seed, vocabulary=32):
 
 
 def backward(wrapped, ids, *, last=True, scale=1.0):
-    with wrapped.micro_batch(last=last), wrapped.forward_context():
-        loss = nn.functional.cross_entropy(wrapped.model(ids).flatten(0, 1).float(), ids.flatten())
+    def cross_entropy(model):
+        return nn.functional.cross_entropy(model(ids).flatten(0, 1).float(), ids.flatten())
+
+    with wrapped.micro_batch(last=last):
+        loss = wrapped.call(cross_entropy)
         (loss * scale).backward()
     return loss.item()
 
@@ -96,6 +99,7 @@ def train(wrapped, *, micro_batches=2, steps=3, **settings):
         if last:
             found.append(wrapped.grad_norm().item())
             optimizer.step()
+            wrapped.after_step()
             optimizer.zero_grad(set_to_none=True)
     tensors = model_and_optimizer(wrapped.module, optimizer)
     return found, {name: unsharded(tensor).clone() for name, tensor in tensors.items()}
@@ -148,7 +152,7 @@ def test_masters_are_in_place_outside_of_passes(ranks):
     with wrapped.forward_context():
         inside = dict(module.named_parameters())
         assert module.head.weight is module.embedding.weight
-        wrapped.model(batch(0))
+        wrapped.call(lambda model: model(batch(0)))
         with wrapped.forward_context():
             pass
         assert module.head.weight.dtype == torch.bfloat16
@@ -166,8 +170,7 @@ def test_masters_are_in_place_outside_of_passes(ranks):
 
 
 def logits(wrapped):
-    with torch.no_grad(), wrapped.forward_context():
-        return wrapped.model(batch(9))
+    return wrapped.without_gradients(lambda model: model(batch(9)))
 
 
 @pytest.mark.parametrize("settings", OPTIMIZERS, ids=str)
@@ -194,6 +197,7 @@ def test_passes_see_every_change_of_the_weights(ranks, settings):
     seen.append(logits(wrapped))
     assert torch.equal(seen[1], seen[0]), "the optimizer has not stepped"
     optimizer.step()
+    wrapped.after_step()
     optimizer.zero_grad(set_to_none=True)
     seen[1] = check()
     with averages_in_place(optimizer):
@@ -272,6 +276,7 @@ def test_bytes_that_copies_of_weights_and_gradients_move(ranks):
         for last in (False, True):
             backward(wrapped, ids, last=last)
         optimizer.step()
+        wrapped.after_step()
         optimizer.zero_grad(set_to_none=True)
         bytes_of = [moved(backward, wrapped, ids, last=last) for last in (False, True)]
         found[one] = [(each - without) / trained for each in bytes_of]

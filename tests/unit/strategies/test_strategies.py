@@ -112,8 +112,8 @@ def test_ddp_timers_stop_after_ten_steps(one_rank):
     single = {"param_dtype": torch.float32, "ranks": one_rank, "init_fn": lambda *_: None}
     wrapped = Ddp(nn.Linear(2, 2), **single)
     for _ in range(101):
-        wrapped.model(torch.ones(1, 2)).sum().backward()
-    assert wrapped.model._get_ddp_logging_data()["iteration"] == 10
+        wrapped.call(lambda model: model(torch.ones(1, 2)).sum()).backward()
+    assert wrapped.root._get_ddp_logging_data()["iteration"] == 10
 
 
 class Scaled(nn.Module):
@@ -155,14 +155,15 @@ def test_scalars_are_trained_with_a_sharded_optimizer(one_rank, options):
             init_fn=lambda *_: None,
         )
         settings = schema.Optimizer(learning_rate=0.1, **options)
-        mesh = wrapped.optimizer_mesh
-        made = make_optimizer(model, settings, optimizer_mesh=mesh, blocks=[model.inner])
+        made = make_optimizer(model, settings, optimized=wrapped.optimized, blocks=[model.inner])
         vars(made).update(grad_scale=None, found_inf=torch.zeros(()))
         norms = []
         for _ in range(3):
-            wrapped.model(torch.ones(2, 4)).square().sum().backward()
+            wrapped.call(lambda model: model(torch.ones(2, 4)).square().sum()).backward()
             norms.append(wrapped.grad_norm().item())
+            wrapped.before_step()
             made.step()
+            wrapped.after_step()
             made.zero_grad(set_to_none=True)
             assert model.scale.grad is None
         results.append((norms, model.scale.item(), model.inner.weight.detach().clone()))

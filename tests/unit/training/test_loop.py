@@ -14,11 +14,13 @@ from launcher.data.packing import pack
 from launcher.data.token_store import TokenStore
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
+from launcher.models.micro_batch import MicroBatch
 from launcher.objectives.custom import Custom
 from launcher.objectives.masked import Masked
 from launcher.optimizers.optimizer import LossScale, make_optimizer
 from launcher.recipe import schema
 from launcher.run.run import TrainingRun
+from launcher.strategies.one_rank import OneRank
 from launcher.training.evaluation import Evaluator, refuse_without_targets
 from launcher.training.generation import Generator
 from launcher.training.loop import Update, train_steps
@@ -26,6 +28,12 @@ from tests.datasets import dataset_of
 
 PACKED = {"packing": False, "sequence_length": 8}
 ALONE = RankLayout(rank=0, size=1, group=None, device=torch.device("cpu"))
+
+
+def on_one_rank(model):
+    return OneRank(
+        model, [], param_dtype=torch.float32, ranks=ALONE, init_fn=lambda *arguments: None
+    )
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon", "int8"])
@@ -39,29 +47,23 @@ def test_step_without_a_target_changes_nothing(name):
         blocks=list(model),
     )
 
+    def weight_of(counts):
+        return MicroBatch({}, extra={"weight": float(counts)})
+
     def batches():
         for step, targets in enumerate([3, 0, 3], start=1):
             statistics = StepStatistics(StepTotals(targets, 3), ALONE)
-            yield GlobalBatch(step, [{"weight": float(targets > 0)}], statistics, step, 0.0)
+            yield GlobalBatch(step, [weight_of(targets > 0)], statistics, step, 0.0)
 
     def state():
         parts = [*optimizer.state_dict()["state"].values(), model.state_dict()]
         tensors = (value for part in parts for value in part.values())
         return [value.clone() for value in tensors if isinstance(value, torch.Tensor)]
 
-    def grad_norm():
-        return torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-
-    wrapped = SimpleNamespace(
-        model=model,
-        forward_context=nullcontext,
-        micro_batch=lambda last: nullcontext(),
-        grad_norm=grad_norm,
-    )
     steps = train_steps(
-        wrapped,
+        on_one_rank(model),
         batches(),
-        loss=lambda model, batch: model(torch.ones(2, 4)).square().sum() * batch["weight"],
+        loss=lambda model, batch: model(torch.ones(2, 4)).square().sum() * batch.extra["weight"],
         update=Update(optimizer, lambda step: 0.1, LossScale(ALONE.device, enabled=False), None),
         ranks=1,
     )
@@ -94,9 +96,7 @@ def evaluator(dataset, **options):
 def test_evaluation_without_a_target_is_an_error(monkeypatch):
     """Its loss would be 0, the best of all."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda *arguments, **options: None)
-    wrapped = SimpleNamespace(
-        model=torch.nn.Linear(1, 1), forward_context=nullcontext, reshard=lambda: None
-    )
+    wrapped = on_one_rank(torch.nn.Linear(1, 1))
     assert evaluator(samples(targets=None)).evaluate(wrapped)["near"].tokens == 4
     with pytest.raises(
         RecipeError, match=r"^data.validation: no token with loss in the set 'near' \("
@@ -159,21 +159,14 @@ def test_a_step_ends_before_a_micro_batch_if_the_run_stops():
     torch.manual_seed(2)
     model = torch.nn.Linear(4, 4)
     optimizer = make_optimizer(model, schema.Optimizer(learning_rate=0.1), blocks=[model])
-    rows = [torch.randn(2, 4) for _ in range(3)]
+    rows = [MicroBatch({"input": torch.randn(2, 4)}) for _ in range(3)]
     statistics = [StepStatistics(StepTotals(6, 6), ALONE) for _ in range(3)]
     batches = (GlobalBatch(n, rows, sums, n, 0.0) for n, sums in enumerate(statistics, start=1))
-    wrapped = SimpleNamespace(
-        model=model,
-        module=model,
-        forward_context=nullcontext,
-        micro_batch=lambda last: nullcontext(),
-        grad_norm=lambda: torch.stack([p.grad.norm() for p in model.parameters()]).norm(),
-    )
     asked = []
     steps = train_steps(
-        wrapped,
+        on_one_rank(model),
         batches,
-        loss=lambda model, row: model(row).square().sum(),
+        loss=lambda model, row: model(**row.inputs).square().sum(),
         update=Update(optimizer, lambda step: 0.1, LossScale(ALONE.device, enabled=False), None),
         ranks=1,
         stop_reached=lambda: asked.append(None) or len(asked) == 6,

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.errors import RecipeError
+from launcher.models.micro_batch import MicroBatch
 from launcher.objectives.synthetic import SyntheticData
 from launcher.recipe.schema import ActivationCheckpointing
 from launcher.strategies import activation_checkpointing
@@ -73,11 +74,11 @@ def blocks_of(count=2, **settings):
     return nn.Sequential(*(Block(**settings) for _ in range(count)))
 
 
-def loss(model, tensors):
-    return model(tensors["x"]).sum()
+def loss(model, micro_batch):
+    return model(**micro_batch.inputs).sum()
 
 
-DATA = SyntheticData({"x": torch.zeros(ROWS, WIDTH)}, loss, ROWS, ROWS)
+DATA = SyntheticData(MicroBatch({"input": torch.zeros(ROWS, WIDTH)}), loss, ROWS, ROWS)
 
 
 def keep(model, budget, **settings):
@@ -190,9 +191,7 @@ def test_budget_below_block_inputs_is_an_error():
 
 
 def test_budget_with_untraceable_model_is_an_error(monkeypatch):
-    value_reading = dataclasses.replace(
-        DATA, loss=lambda model, tensors: model(tensors["x"]).sum().item()
-    )
+    value_reading = dataclasses.replace(DATA, loss=lambda *arguments: loss(*arguments).item())
     with torch.device("meta"):
         meta = blocks_of(1)
     with pytest.raises(RecipeError, match=r"does not run on fake tensors .* without a budget"):

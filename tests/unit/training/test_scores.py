@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from launcher.data.token_store import TokenStore
-from launcher.models.micro_batch import IGNORED
+from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.objectives.classification import Classification
 from launcher.training.evaluation import (
     EarlyStopping,
@@ -36,8 +36,9 @@ def test_classification_accuracy_and_macro_f1():
     Class 2 has no targets. The last row is ignored.
     """
     logits = torch.tensor([[9.0, 0, 0], [0, 9, 0], [0, 9, 0], [0, 0, 9]])
-    batch = {"input_ids": None, "attention_mask": None}
-    batch["targets"] = torch.tensor([0, 0, 1, IGNORED])
+    batch = MicroBatch(
+        {"input_ids": None, "attention_mask": None}, torch.tensor([0, 0, 1, IGNORED])
+    )
     objective = Classification()
     _, counts = objective.evaluate(lambda **inputs: SimpleNamespace(logits=logits), batch, 3)
     scores, scored = objective.scores(counts)

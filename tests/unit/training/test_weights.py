@@ -1,6 +1,7 @@
 """data.weights_column: from rows to the loss of a global batch."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,8 +22,9 @@ from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models import chunked_loss
-from launcher.models.chunked_loss import ChunkedHead, Transform
-from launcher.models.micro_batch import IGNORED, RowPart
+from launcher.models.applied import applied
+from launcher.models.chunked_loss import Head, Transform
+from launcher.models.micro_batch import IGNORED, MicroBatch, RowPart
 from launcher.objectives.loss import summed_loss
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
@@ -52,10 +54,10 @@ def opened(tmp_path, rows=ROWS, **more):
     return open_dataset(data, data.train, objective=NextToken(), **options)
 
 
-def pairs_of(tensors):
-    kept = tensors["targets"] != IGNORED
-    weights = tensors.get("weights", torch.ones(kept.shape))
-    return sorted(zip(tensors["targets"][kept].tolist(), weights[kept].tolist(), strict=True))
+def pairs_of(made):
+    kept, weights = made.counted, made.weights
+    weights = torch.ones(kept.shape) if weights is None else weights
+    return sorted(zip(made.targets[kept].tolist(), weights[kept].tolist(), strict=True))
 
 
 def test_weights_stay_with_their_targets(tmp_path, monkeypatch):
@@ -65,17 +67,17 @@ def test_weights_stay_with_their_targets(tmp_path, monkeypatch):
         assert documents_of(found.store) == [row["input_ids"] for row in ROWS]
         rows = [found[index] for index in range(len(found))]
         collated = found.collate([*rows, EMPTY])
-        assert pairs_of(collated["tensors"]) == PAIRS
-        assert (collated["loss_tokens"], collated["loss_weight"]) == (8, 13.875)
-        assert collated["tensors"]["weights"].dtype == torch.float32
+        assert pairs_of(collated.micro_batch) == PAIRS
+        assert (collated.loss_tokens, collated.loss_weight) == (8, 13.875)
+        assert collated.micro_batch.weights.dtype == torch.float32
         options = {"length": length, "packed": packing, "masking": "varlen"}
         parts = [collate_sequences(rows, **options, part=RowPart(at, 2)) for at in range(2)]
-        assert sorted(itertools.chain(*(pairs_of(part["tensors"]) for part in parts))) == PAIRS
-        assert sum(part["loss_weight"] for part in parts) == 13.875
+        assert sorted(itertools.chain(*(pairs_of(part.micro_batch) for part in parts))) == PAIRS
+        assert sum(part.loss_weight for part in parts) == 13.875
     unweighted = opened(tmp_path, **UNWEIGHTED)
     collated = unweighted.collate([unweighted[0]])
-    assert "weights" not in collated["tensors"]
-    assert "loss_weight" not in collated
+    assert collated.micro_batch.weights is None
+    assert collated.loss_weight is None
     assert unweighted.fingerprint["content"] != found.fingerprint["content"]
 
 
@@ -96,18 +98,16 @@ def test_a_stream_has_the_same_weights(tmp_path):
         skipped_rows=None,
     )
     (collated,) = stream
-    assert pairs_of(collated["tensors"]) == PAIRS
+    assert pairs_of(collated.micro_batch) == PAIRS
 
 
 def test_a_source_without_weights_counts_one(tmp_path):
     weighted, plain = opened(tmp_path), opened(tmp_path, **UNWEIGHTED, sequence_length=7)
     mixture = MixtureDataset({"a": weighted, "b": plain}, None)
     collated = mixture.collate([mixture[0], mixture[len(weighted)]])
-    found = collated["tensors"]["weights"]
+    found = collated.micro_batch.weights
     assert found[1].tolist() == [1] * found.shape[1]
-    assert collated["loss_weight"] == pytest.approx(
-        sum(w for _, w in pairs_of(collated["tensors"]))
-    )
+    assert collated.loss_weight == pytest.approx(sum(w for _, w in pairs_of(collated.micro_batch)))
 
 
 def test_the_weight_of_a_chat(tmp_path):
@@ -179,7 +179,7 @@ def small_model(*, chunked):
     config = AutoConfig.for_model("llama", num_attention_heads=2, num_key_value_heads=1, **sizes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     if chunked:
-        ChunkedHead(model, Transform())
+        applied(model).head = Head(model.lm_head, Transform())
     return model
 
 
@@ -216,9 +216,9 @@ def test_loss_is_the_weighted_mean(tmp_path, monkeypatch, packing, width):
     expected_gradients = gradients(plain, expected)
     model = small_model(chunked=width is not None)
     micro_batches = [found.collate([found[index]]) for index in range(len(found))]
-    total = sum(part["loss_weight"] for part in micro_batches)
+    total = sum(part.loss_weight for part in micro_batches)
     assert len(micro_batches) > 1
-    loss = sum(found.objective.loss(model, part["tensors"]) for part in micro_batches) / total
+    loss = sum(found.objective.loss(model, part.micro_batch) for part in micro_batches) / total
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     torch.testing.assert_close(gradients(model, loss), expected_gradients, rtol=1e-5, atol=1e-7)
 
@@ -226,12 +226,12 @@ def test_loss_is_the_weighted_mean(tmp_path, monkeypatch, packing, width):
 def test_weights_of_one_and_their_scale_do_not_matter(tmp_path):
     model, found = small_model(chunked=True), opened(tmp_path, **UNWEIGHTED)
     collated = found.collate([found[index] for index in range(len(found))])
-    plain = collated["tensors"]
-    expected = gradients(model, summed_loss(model, plain) / collated["loss_tokens"])
+    plain = collated.micro_batch
+    expected = gradients(model, summed_loss(model, plain) / collated.loss_tokens)
     for weight in (1.0, 1e-6, 1e6):
-        weights = {"weights": torch.full(plain["targets"].shape, weight)}
-        total = weight * collated["loss_tokens"]
-        actual = gradients(model, summed_loss(model, plain | weights) / total)
+        weighted = replace(plain, weights=torch.full(plain.targets.shape, weight))
+        total = weight * collated.loss_tokens
+        actual = gradients(model, summed_loss(model, weighted) / total)
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-8)
 
 
@@ -249,15 +249,16 @@ def test_the_loss_of_a_mixture_by_source(tmp_path, chunked, weighted):
     assert mixture.sources == ("a", "b")
     order = [*reversed(range(len(mixture))), NO_SAMPLE]
     collated = mixture.collate([mixture[index] for index in order])
-    found = mixture.objective.loss(model, collated["tensors"])
-    whole = summed_loss(model, {k: v for k, v in collated["tensors"].items() if k != "sources"})
+    found = mixture.objective.loss(model, collated.micro_batch)
+    whole = summed_loss(model, replace(collated.micro_batch, sources=None))
     assert found[0].item() == pytest.approx(whole.item(), rel=1e-6)
     torch.testing.assert_close(gradients(model, found[0]), gradients(model, whole))
     for number, part in enumerate(parts.values()):
         alone = part.collate([part[index] for index in range(len(part))])
-        own = summed_loss(model, alone["tensors"]).item()
+        own = summed_loss(model, alone.micro_batch).item()
         assert found[1 + number].item() == pytest.approx(own, rel=1e-5)
-        weight = alone.get("loss_weight", alone["loss_tokens"])
+        assert (alone.loss_weight is None) is not weighted
+        weight = alone.loss_weight if weighted else alone.loss_tokens
         assert found[3 + number].item() == pytest.approx(weight, rel=1e-6)
     assert MixtureDataset({"a": parts["a"]}, None).sources == ()
 
@@ -274,9 +275,9 @@ def test_router_loss_counts_by_the_weights():
     )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
     ids = torch.randint(48, (2, 9))
-    batch = {"input_ids": ids[:, :-1], "targets": ids[:, 1:]}
+    batch = MicroBatch({"input_ids": ids[:, :-1]}, ids[:, 1:])
     expected = gradients(model, summed_loss(model, batch) / 16)
-    weighted = batch | {"weights": torch.full((2, 8), 0.25)}
+    weighted = replace(batch, weights=torch.full((2, 8), 0.25))
     actual = gradients(model, summed_loss(model, weighted) / 4)
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 

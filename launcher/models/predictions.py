@@ -1,0 +1,116 @@
+"""What a model predicts of a micro-batch: losses, logits, or a function of its head."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from launcher.errors import RecipeError
+from launcher.models.applied import applied
+from launcher.models.chunked_loss import Head, HeadFunction
+from launcher.models.micro_batch import IGNORED, MicroBatch
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What was asked for, and what else the forward pass returned."""
+
+    value: torch.Tensor
+    outputs: Any
+
+
+def cross_entropies(
+    model: nn.Module, micro_batch: MicroBatch, reduction: Literal["sum", "none"] = "none"
+) -> Predicted:
+    """Those of the targets at the positions, 0 where IGNORED: (positions,), or their sum, float32."""
+    if (head := applied(model).head) is not None:
+        question = partial(_losses, micro_batch=micro_batch, reduction=reduction)
+        value, outputs = head.ask(model, micro_batch.inputs, question)
+        return Predicted(value.sum() if reduction == "sum" else value[:, 0], outputs)
+    targets, outputs = micro_batch.targets, _with_logits(model, micro_batch.inputs)
+    assert targets is not None
+    logits = _logits_of(outputs)
+    losses = nn.functional.cross_entropy(
+        logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction=reduction
+    )
+    return Predicted(losses if reduction == "sum" else micro_batch.at_positions(losses), outputs)
+
+
+def of_head(model: nn.Module, micro_batch: MicroBatch, function: HeadFunction) -> Predicted:
+    """What a function of the head returns of the positions. The model must have a `Head`."""
+    question = partial(_function, micro_batch=micro_batch, function=function)
+    return Predicted(*applied(model).head.ask(model, micro_batch.inputs, question))
+
+
+def logits(
+    model: nn.Module, inputs: Mapping[str, Any], at: torch.Tensor | None = None
+) -> torch.Tensor:
+    """(rows, tokens, vocabulary), or those at these places of the flattened rows."""
+    if (head := applied(model).head) is not None:
+        asked: torch.Tensor = head.ask(model, inputs, partial(_logits, at=at))[0]
+        rows = inputs["input_ids"].shape
+        return asked.view(*rows, -1) if at is None else asked
+    if at is None:
+        return _logits_of(_with_logits(model, inputs))
+    width = inputs["input_ids"].shape[1]
+    rows, columns = at // width, at % width
+    if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
+        kept = _logits_of(_with_logits(model, {**inputs, "logits_to_keep": columns}))
+        return kept[rows, torch.arange(len(at), device=at.device)]
+    return _logits_of(_with_logits(model, inputs))[rows, columns]
+
+
+def _losses(
+    head: Head, hidden: torch.Tensor, *, micro_batch: MicroBatch, reduction: Literal["sum", "none"]
+) -> torch.Tensor:
+    return head.cross_entropies(*_chosen(hidden, micro_batch), reduction)
+
+
+def _function(
+    head: Head, hidden: torch.Tensor, *, micro_batch: MicroBatch, function: HeadFunction
+) -> torch.Tensor:
+    return head.function(*_chosen(hidden, micro_batch), function)
+
+
+def _logits(head: Head, hidden: torch.Tensor, *, at: torch.Tensor | None) -> torch.Tensor:
+    return head.logits(hidden if at is None else hidden[at])
+
+
+def _chosen(hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """The hidden states and the targets at the positions."""
+    assert micro_batch.targets is not None
+    if micro_batch.positions is not None:
+        hidden = hidden.index_select(0, micro_batch.positions)
+    return hidden, micro_batch.at_positions(micro_batch.targets)
+
+
+def _logits_of(outputs: Any) -> torch.Tensor:
+    logits: torch.Tensor = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
+    return logits
+
+
+def _with_logits(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+    """The outputs of a model, with `logits`, or logits. A module of model.builder that is no model
+    of transformers gets `input_ids`."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        return model(**inputs, use_cache=False)
+    ids = inputs["input_ids"]
+    outputs = model(ids)
+    logits = outputs if isinstance(outputs, torch.Tensor) else getattr(outputs, "logits", None)
+    if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != ids.shape:
+        got = type(outputs).__name__
+        if isinstance(logits, torch.Tensor):
+            got = (
+                f"logits of the shape {tuple(logits.shape)} for ids of the shape {tuple(ids.shape)}"
+            )
+        what = "forward(input_ids) must return logits (rows, tokens, vocabulary), or an object with them"
+        raise RecipeError(f"model.builder: {what}; got {got}")
+    return outputs
