@@ -121,7 +121,12 @@ prefer: $(INSTALLED)
 # in one process, so that its tests share fixtures. The distributed tests take longest and start first.
 test: lint types
 	$(BIN)/python -m pytest -ra -m 'not long and not gpu' --numprocesses 4 --dist loadfile \
-		--no-loadscope-reorder tests/distributed tests/slurm tests/unit
+		--no-loadscope-reorder tests/golden tests/distributed tests/slurm tests/unit
+
+# Records what the runs of tests/golden compute, where a commit says why it changes
+.PHONY: golden
+golden: $(INSTALLED)
+	GOLDEN=write $(BIN)/python -m pytest -q tests/golden
 
 # On a machine that does nothing else: ratios of medians, of runs in turn
 benchmark: $(INSTALLED)

@@ -68,9 +68,9 @@ def lines_of(name, ranks):
     """What a case computes, in lines."""
     arguments, small = recipe_arguments(name, ranks.size)
     chunk = CHUNK if small else DEFAULT_CHUNK
-    for module in [each for path, each in sys.modules.items() if path.startswith("launcher.")]:
-        if hasattr(module, "CHUNK_ELEMENTS"):
-            module.CHUNK_ELEMENTS = chunk
+    for path, module in list(sys.modules.items()):
+        if path.startswith("launcher.") and hasattr(module, "CHUNK_ELEMENTS"):
+            vars(module)["CHUNK_ELEMENTS"] = chunk
     torch.manual_seed(0)
     recipe = load_recipe(arguments, ranks=ranks.size).recipe
     training = assemble(recipe, ranks=ranks, build_data=ranks.rank == 0)

@@ -15,7 +15,7 @@ from launcher.data.sources import Row, SourcePart
 from launcher.data.token_store import TokenStore
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives import kto
-from launcher.objectives.base import Example
+from launcher.objectives.base import Example, dataset_objective
 from launcher.recipe import schema
 from launcher.recipe.layouts import guess, lost_meaning
 from tests import datasets
@@ -114,7 +114,7 @@ def test_loss_and_gradient_are_those_of_a_plain_loop(packing):
     collated = dataset.collate(datasets.rows_of(dataset, [*range(len(dataset)), NO_SAMPLE]))
     assert collated.loss_tokens == len(ANSWERS)
     assert sorted(collated.documents) == list(range(len(ANSWERS)))
-    found = dataset.objective.loss(model, collated.micro_batch)
+    found = dataset_objective(dataset).loss(model, collated.micro_batch)
     torch.testing.assert_close(found[0], sum(losses).detach(), rtol=1e-6, atol=1e-6)
     found[0].backward()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
@@ -149,7 +149,7 @@ def test_losses_by_source():
     # Rows with answers of both sources, which have the same numbers there
     rows = [tuple(range(0, len(mixture), 2)), (), tuple(range(1, len(mixture), 2))]
     collated = mixture.collate([mixture[row] for row in rows])
-    found = mixture.objective.loss(model, collated.micro_batch)
+    found = dataset_objective(mixture).loss(model, collated.micro_batch)
     losses, counts = found[1 + len(kto.Kto.metrics) :].view(2, 2)
     assert counts.tolist() == [5, len(ANSWERS) - 5]
     torch.testing.assert_close(losses.sum(), found[0])

@@ -25,6 +25,7 @@ from launcher.models import chunked_loss
 from launcher.models.applied import applied
 from launcher.models.chunked_loss import Head, Transform
 from launcher.models.micro_batch import IGNORED, MicroBatch, RowPart
+from launcher.objectives.base import dataset_objective
 from launcher.objectives.loss import summed_loss
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
@@ -249,7 +250,7 @@ def test_the_loss_of_a_mixture_by_source(tmp_path, chunked, weighted):
     assert mixture.sources == ("a", "b")
     order = [*reversed(range(len(mixture))), NO_SAMPLE]
     collated = mixture.collate([mixture[index] for index in order])
-    found = mixture.objective.loss(model, collated.micro_batch)
+    found = dataset_objective(mixture).loss(model, collated.micro_batch)
     whole = summed_loss(model, replace(collated.micro_batch, sources=None))
     assert found[0].item() == pytest.approx(whole.item(), rel=1e-6)
     torch.testing.assert_close(gradients(model, found[0]), gradients(model, whole))
