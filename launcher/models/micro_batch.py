@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -66,9 +67,11 @@ class MicroBatch:
 
     def pin_memory(self) -> MicroBatch:
         """In page-locked memory. torch's DataLoader calls it."""
-        from torch.utils.data._utils.pin_memory import pin_memory
+        import torch
 
-        return self.mapped(pin_memory)
+        from launcher.libraries.private import tree_map_only
+
+        return self.mapped(partial(tree_map_only, torch.Tensor, torch.Tensor.pin_memory))
 
     @property
     def counted(self) -> torch.Tensor:

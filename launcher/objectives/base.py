@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -327,6 +327,4 @@ class Objective(ABC):
 
 def dataset_objective(dataset: MapData | StreamingDataset) -> Objective:
     """The objective that makes the samples of a data set, and computes their loss."""
-    objective = dataset.objective
-    assert isinstance(objective, Objective)
-    return objective
+    return cast(Objective, dataset.objective)

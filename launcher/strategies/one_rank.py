@@ -102,7 +102,7 @@ class OneRank(WrappedModel):
     def after_step(self) -> None:
         """The copies are made again: torch's fused operators and Triton's kernels write to the masters
         without increasing their version counters."""
-        torch.autograd.graph.increment_version(self._masters)
+        torch.autograd.graph.increment_version(self._parameters)
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

@@ -14,7 +14,7 @@ from transformers import Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from launcher.errors import RecipeError
-from launcher.optimizers.average import averages_in_place
+from launcher.optimizers.average import averages_in_place, update_averages
 from launcher.optimizers.matrices import decayed_parameters
 from launcher.optimizers.muon import newton_schulz, product_dtype
 from launcher.optimizers.optimizer import LossScale, learning_rate, make_optimizer
@@ -402,6 +402,7 @@ def test_averages_of_weights_are_those_of_torch(name):
         for parameter in model.parameters():
             parameter.grad = torch.randn_like(parameter)
         optimizer.step()
+        update_averages(optimizer, 0.9)
         if not skipped:
             expected.update_parameters(model)
     trained = [parameter.detach().clone() for parameter in model.parameters()]
