@@ -36,7 +36,7 @@ class TrainedRow:
 
 
 def trained_rows(opened: RunData, positions: range, *, tokenizer: str | None) -> list[TrainedRow]:
-    """The rows of a global batch. Reads the files up to the last of them.
+    """The rows of a global batch. Reads these rows again, each from the part of its file.
 
     positions: of its samples in the run's order.
     """

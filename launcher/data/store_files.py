@@ -26,7 +26,10 @@ logger = logging.getLogger(__name__)
 COUNTS = ("empty", "cut_documents", "cut_tokens")
 """Fields of a TokenStore that are sums over its parts."""
 Hashes = npt.NDArray[np.uint64]
-_SPILLED = ("ids", "labels", "offsets", "classes", "weights", "images", "image_data")
+ORIGIN = np.dtype([("file", np.int32), ("number", np.int32), ("start", np.int64)])
+"""Where a document comes from: the number of its file in the list of files, the start of a part of it
+(`SourcePart`), and `Row.number`."""
+_SPILLED = ("ids", "labels", "offsets", "classes", "weights", "images", "image_data", "origins")
 
 
 class MappedArray(np.memmap[Any, Any]):
@@ -102,6 +105,7 @@ _NOTED = (
     "lengths.bin",
     "classes.bin",
     "hashes.bin",
+    "origins.bin",
     _SKIPPED,
 )
 """The files to which `StoreWriter` appends."""
@@ -158,6 +162,7 @@ class StoreWriter:
             self._append("labels", store.targets)
         self._append("lengths", np.diff(store.offsets))
         self._append("hashes", document_hashes(store))
+        self._append("origins", store.origins)
         if store.images is not None:
             self._append("images", moved_images(store.images, self._tokens, self._image_bytes))
             self._append("image_data", store.image_data)
@@ -200,7 +205,7 @@ class StoreWriter:
         lines = skipped.read_text().splitlines() if skipped.exists() else []
         for name in ("lengths.bin", "classes.bin", _SKIPPED, _PROGRESS):
             (self._folder / name).unlink(missing_ok=True)
-        for name in ("ids.bin", "hashes.bin"):
+        for name in ("ids.bin", "hashes.bin", "origins.bin"):
             (self._folder / name).touch()
         sizes: dict[str, int] = {}
         content: list[bytes | memoryview] = []
@@ -211,8 +216,10 @@ class StoreWriter:
                 sizes[name] = file.stat().st_size
             if sizes.get(name):
                 content += [name.encode(), np.memmap(file, mode="r").data]
-        # Not in `content`: they follow from it, and older checkpoints have a checksum without them
-        sizes["hashes.bin"] = (self._folder / "hashes.bin").stat().st_size
+        # Not in `content`: hashes follow from it, files may be renamed, and older checkpoints have a
+        # checksum without them
+        for name in ("hashes.bin", "origins.bin"):
+            sizes[name] = (self._folder / name).stat().st_size
         return {
             "documents": len(offsets) - 1,
             "tokens": int(offsets[-1]),

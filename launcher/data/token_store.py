@@ -22,7 +22,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -50,6 +50,7 @@ from launcher.data.image_processor import IMAGE, Images, join_images
 from launcher.data.images import ImageSource, RowImages, StoredImage
 from launcher.data.problems import problem_lines
 from launcher.data.sources import (
+    Row,
     SourcePart,
     content_sample,
     file_states,
@@ -58,6 +59,7 @@ from launcher.data.sources import (
 )
 from launcher.data.store_files import (
     COUNTS,
+    ORIGIN,
     Hashes,
     MappedArray,
     StoreWriter,
@@ -78,7 +80,7 @@ from launcher.reliability.lock import OwnedError, Ownership, Silence, current_ow
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 9
+_FORMAT = 10
 _TASK_BYTES = 4 << 20
 """For less, starting a process takes longer than tokenizing."""
 _STORE_ROWS = 4096
@@ -164,6 +166,8 @@ class TokenStore:
     """(tokens,): the weight of each token as a target; None: each counts 1."""
     hashes: Hashes | None = None
     """(documents,): see `document_hashes`; None: not computed."""
+    origins: npt.NDArray[Any] | None = None
+    """(documents,), of the type ORIGIN; None: not known."""
     images: npt.NDArray[Any] | None = None
     """(images,), of the type IMAGE, in the order of their tokens; None: there are none."""
     image_data: npt.NDArray[np.uint8] | None = None
@@ -273,13 +277,19 @@ def open_store(
             lock.release()
     store = replace(_load(folder, parts, encoder), file_notes=notes)
     if _out_of_range(store, model) and build:  # its error ends the ranks that do not build
-        rows = encoder.read(parts)
-        if store.empty or store.skipped:
-            rows = (encoded.row for encoded in encoder.encode_rows(rows) if encoded.ids.size)
-        # A store does not record the origin of its documents: read the rows up to this one again
-        row = next(itertools.islice(rows, _first_out_of_range(store, model), None))
-        check_range(next(encoder.encode_rows([row])), model)
+        number = _first_out_of_range(store, model)
+        tokens = slice(*store.offsets[number : number + 2])
+        largest = max(int(store.ids[tokens].max()), int(store.targets[tokens].max()))
+        category = None if store.classes is None else int(store.classes[number])
+        _check_range(origin_of(store, number, parts), largest, category, model)
     return store
+
+
+def origin_of(store: TokenStore, number: int, parts: list[SourcePart]) -> Row:
+    """The row of a document of a store, without its values. parts: those of the store's files."""
+    assert store.origins is not None
+    file, of_part, start = store.origins[number].tolist()
+    return Row(replace(parts[file], start=start), of_part, None)
 
 
 class OutOfRangeError(RecipeError):
@@ -340,27 +350,32 @@ def rows_of_documents(
     images: RowImages | None = None,
     validation: bool = False,
 ) -> dict[int, DocumentRow]:
-    """The rows of documents of a store, by the documents' numbers. A store does not record them:
-    reads the files up to the last of them, and tokenizes again if some rows are no documents."""
+    """The rows of documents of a store, by the documents' numbers. Reads these rows again, and of
+    their files what comes before them in the same part."""
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer, images=images)
     parts = find_parts(
         patterns, kind=data.kind, validation=validation, max_document=data.max_document_bytes
     )
-    rows = encoder.read(parts)
-    if store.empty or store.skipped:
-        rows = (encoded.row for encoded in encoder.encode_rows(rows) if encoded.ids.size)
-    read = enumerate(itertools.islice(rows, max(wanted) + 1))
-    return {
-        number: DocumentRow(row.where, last_question(encoder, row.values or {}))
-        for number, row in read
-        if number in wanted
-    }
+    origins = {number: origin_of(store, number, parts) for number in sorted(wanted)}
+    found: dict[int, DocumentRow] = {}
+    for part, of_part in itertools.groupby(origins.items(), lambda item: item[1].part):
+        numbers = {row.number: number for number, row in of_part}
+        for row in encoder.read([part]):
+            if (number := numbers.pop(row.number, None)) is not None:
+                question = last_question(encoder, row.values or {})
+                found[number] = DocumentRow(origins[number].where, question)
+            if not numbers:
+                break
+    return found
 
 
 def check_range(encoded: Encoded, model: ModelInputs) -> None:
     """Raises OutOfRangeError if the model has no such token or class."""
-    row, category = encoded.row, encoded.category
     largest = max(int(ids.max(initial=-1)) for ids in (encoded.ids, encoded.targets))
+    _check_range(encoded.row, largest, encoded.category, model)
+
+
+def _check_range(row: Row, largest: int, category: int | None, model: ModelInputs) -> None:
     if model.vocabulary is not None and largest >= model.vocabulary:
         what = f"is beyond the model's vocabulary of {model.vocabulary} (model.config.vocab_size)"
         raise OutOfRangeError(f"{row.where}: token id {largest} {what}")
@@ -430,7 +445,10 @@ def _build(
     started, keep, tasks = time.monotonic(), True, _tasks(parts, data.limit)
     try:
         with _continued(folder, scratch, len(tasks), lock) as writer:
-            made = _tokenize(tasks, encoder, data, model=model, done=writer.done, spill=scratch)
+            files = {part.name: number for number, part in enumerate(parts)}
+            made = _tokenize(
+                tasks, encoder, data, files=files, model=model, done=writer.done, spill=scratch
+            )
             for stores in made:
                 for store in stores:
                     writer.add(store)
@@ -509,6 +527,7 @@ def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore
         classes=np.load(classes) if classes.exists() else None,
         weights=MappedArray(weights, dtype=np.float32, mode="r") if weights.exists() else None,
         hashes=MappedArray(folder / "hashes.bin", dtype=np.uint64, mode="r"),
+        origins=MappedArray(folder / "origins.bin", dtype=ORIGIN, mode="r"),
         images=np.fromfile(images, dtype=IMAGE) if images.exists() else None,
         image_data=MappedArray(image_data, dtype=np.uint8, mode="r") if images.exists() else None,
         folder=folder,
@@ -528,6 +547,7 @@ def _tokenize(
     encoder: Encoder,
     data: schema.Data,
     *,
+    files: Mapping[str, int],
     model: ModelInputs,
     done: int,
     spill: Path,
@@ -541,7 +561,7 @@ def _tokenize(
     loader: DataLoader[Any] = DataLoader(
         tasks[done:],  # type: ignore[arg-type]
         batch_size=None,
-        collate_fn=partial(_run_task, encoder, model, data.on_error, spill),
+        collate_fn=partial(_run_task, encoder, model, data.on_error, spill, files),
         num_workers=processes if processes > 1 else 0,
         worker_init_fn=prepare_worker_process,
         multiprocessing_context="fork" if processes > 1 else None,
@@ -594,7 +614,12 @@ def _tasks(parts: list[SourcePart], limit: int | None) -> list[list[SourcePart]]
 
 
 def _run_task(
-    encoder: Encoder, model: ModelInputs, on_error: str, spill: Path, parts: list[SourcePart]
+    encoder: Encoder,
+    model: ModelInputs,
+    on_error: str,
+    spill: Path,
+    files: Mapping[str, int],
+    parts: list[SourcePart],
 ) -> tuple[list[TokenStore], int, RecipeError | None]:
     """The documents of a task, the number of its rows, and a problem of a file or the tokenizer, or
     with the model's range: a loader would wrap the error. A compressed file is one task, whatever its size: what exceeds
@@ -607,7 +632,7 @@ def _run_task(
     try:
         for some in in_batches(rows, most=_STORE_ROWS, size=lambda one: one.row.size):
             count += len(some)
-            store = store_rows(some)
+            store = store_rows(some, files)
             if _out_of_range(store, model):  # at once, not after all files are tokenized
                 for encoded in some:
                     check_range(encoded, model)
@@ -625,14 +650,19 @@ def _run_task(
     return stores, count, None
 
 
-def store_rows(rows: list[Encoded]) -> TokenStore:
-    """The documents of these rows, and the rows that cannot be used."""
+def store_rows(rows: list[Encoded], files: Mapping[str, int] | None = None) -> TokenStore:
+    """The documents of these rows, and the rows that cannot be used. files: the numbers of their
+    files by name, for the origins of the documents."""
     skipped = [row.skipped for row in rows if row.problem]
     documents = [row for row in rows if row.ids.size]
     labelled = any(row.labels is not None for row in documents)
     classes = [row.category for row in documents if row.category is not None]
     weights = [row.weights for row in documents if row.weights is not None]
     offsets = np.cumsum([0, *(row.ids.size for row in documents)], dtype=np.int64)
+    origins = None
+    if files is not None:
+        of_rows = ((files[e.row.part.name], e.row.number, e.row.part.start) for e in documents)
+        origins = np.array(list(of_rows), dtype=ORIGIN)
     images = join_images([row.images for row in documents], offsets[:-1].tolist())
     return TokenStore(
         ids=_joined([row.ids for row in documents]),
@@ -640,6 +670,7 @@ def store_rows(rows: list[Encoded]) -> TokenStore:
         offsets=offsets,
         classes=np.array(classes, dtype=np.int32) if classes else None,
         weights=np.concatenate(weights) if weights else None,
+        origins=origins,
         images=None if images is None else images[0],
         image_data=None if images is None else np.frombuffer(images[1], dtype=np.uint8),
         skipped=skipped,

@@ -23,10 +23,11 @@ from torch.utils.data import DataLoader
 from launcher import console
 from launcher.data import store_files, token_store
 from launcher.data.dataset import MixtureDataset
+from launcher.data.encoder import Encoder
 from launcher.data.file_ranges import split
 from launcher.data.packing import separate
 from launcher.data.sources import SourcePart, file_part, read_all, read_rows
-from launcher.data.token_store import ModelInputs, open_store
+from launcher.data.token_store import ModelInputs, open_store, rows_of_documents
 from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError, TrainingError
 from launcher.recipe import hub, schema
@@ -119,9 +120,23 @@ def test_document_order_is_independent_of_process_count(
     assert serial.ids.tobytes() == parallel.ids.tobytes()
     assert serial.offsets.tobytes() == parallel.offsets.tobytes()
     assert serial.largest_id == parallel.largest_id == END
+    assert serial.origins.tobytes() == parallel.origins.tobytes()
+    wanted = {0, 59, 60, 100, 179, 180}
+    section = schema.Data(train=(str(data),), tokenizer="bytes", cache=str(cache))
+    with mock.patch.object(Encoder, "encode_rows", side_effect=AssertionError("tokenized again")):
+        of_documents = rows_of_documents(parallel, section.train, section, wanted, tokenizer="bytes")
+    names = {number: row.where.removeprefix(f"{data}/") for number, row in of_documents.items()}
+    assert names == {
+        0: "a.jsonl:1",
+        59: "a.jsonl:60",
+        60: "b.parquet row 1",
+        100: "b.parquet row 41",
+        179: "c.jsonl:60",
+        180: "d.txt",
+    }
     (name,) = store_names(cache)
     files = sorted(file.name for file in (cache / name).iterdir())
-    assert files == ["hashes.bin", "ids.bin", "meta.json", "offsets.npy"]
+    assert files == ["hashes.bin", "ids.bin", "meta.json", "offsets.npy", "origins.bin"]
     assert [line for line in messages() if line.startswith("tokenized 181 documents")]
     printed = capfd.readouterr()
     assert "Generating" not in printed.out + printed.err
@@ -322,7 +337,7 @@ def test_an_ended_tokenization_is_continued(
     assert any(f"continuing after 30 of {len(tasks) - 1} parts" in text for text in messages())
     assert store_names(cache) == [store.folder.name]
     assert sorted(file.name for file in store.folder.iterdir()) == [
-        *("hashes.bin", "ids.bin", "labels.bin", "meta.json", "offsets.npy", "weights.bin")
+        *("hashes.bin", "ids.bin", "labels.bin", "meta.json", "offsets.npy", "origins.bin", "weights.bin")
     ]
 
 
