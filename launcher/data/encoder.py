@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -76,8 +76,6 @@ from launcher.recipe.template_names import missing_tokens, template_name
 
 _LOOKED_AT = 100
 """First rows among which `prompt_form` looks for one that can be used."""
-_Tokens = tuple[Any, ...]
-"""Ids, labels, category and perhaps cut_tokens, weights and images of a row, as in Encoded."""
 _SETTINGS: dict[str, Callable[[RowKind], bool]] = {
     "ignore_columns": lambda kind: True,
     "system": lambda kind: kind.templated,
@@ -88,26 +86,27 @@ _SETTINGS: dict[str, Callable[[RowKind], bool]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
-    """The result for one row."""
+class Document:
+    """What the tokens of a row are."""
 
-    row: Row
     ids: Ids = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """Empty: the row has no text, or cannot be used."""
     labels: Ids | None = None
     """labels[t] is the target at position t - 1; None: the ids."""
-    category: int | None = None
-    """The class of the row, for kind classification; for pairs of answers, the tokens of the first
-    answer with its prompt, which the ids begin with; for an answer that is good (1) or not (0),
-    which of these it is."""
+    class_number: int | None = None
+    """The class, for kind classification."""
+    first_length: int | None = None
+    """Of a pair of answers: the tokens of the first one with its prompt, which the ids begin with."""
+    desirable: bool | None = None
+    """Of an answer that is good or not: whether it is good."""
     cut_tokens: int = 0
     """Tokens that a text for classification was longer than data.sequence_length."""
     weights: Weights | None = None
-    """The weight of each token as a target; None: each counts 1. For kind preference the margin."""
+    """The weight of each token as a target; None: each counts 1."""
+    margin: float | None = None
+    """Of a pair: by how much the first answer should be better; None: the data does not say."""
     images: Images | None = None
     """The images of the row; None: it has none."""
-    problem: str = ""
-    """Why the row cannot be used."""
 
     @property
     def targets(self) -> Ids:
@@ -127,6 +126,23 @@ class Encoded:
             return None
         table, data = self.images
         return table[table["end"] <= end], data
+
+
+_FIELDS = tuple(each.name for each in fields(Document))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded(Document):
+    """The result for one row."""
+
+    row: Row
+    problem: str = ""
+    """Why the row cannot be used."""
+
+    @classmethod
+    def of(cls, row: Row, document: Document) -> Encoded:
+        """The document of a row."""
+        return cls(row=row, **{name: getattr(document, name) for name in _FIELDS})
 
     @property
     def skipped(self) -> dict[str, str]:
@@ -264,7 +280,10 @@ class Encoder:
                         problems[index] = str(error)
             encoded = iter(encode(self, usable) if usable else ())
             for row, problem in zip(batch, problems, strict=True):
-                yield Encoded(row, problem=problem) if problem else Encoded(row, *next(encoded))
+                if problem:
+                    yield Encoded(row=row, problem=problem)
+                else:
+                    yield Encoded.of(row, next(encoded))
 
     def note_unused(self, row: Values, unused: dict[str, str]) -> None:
         """Adds the columns of a row that have content and are not used to `unused`. Raises
@@ -403,13 +422,13 @@ def _text(found: Match, row: Values) -> str:
     return encodable(read_value(row, column, str, "text", role="text"), f"column {column!r}")
 
 
-def _encode_texts(encoder: Encoder, texts: list[str]) -> Iterator[_Tokens]:
+def _encode_texts(encoder: Encoder, texts: list[str]) -> Iterator[Document]:
     tokenizer = load_tokenizer(encoder.tokenizer)
     for text, ids in zip(texts, tokenizer.ids(texts), strict=True):
-        yield _document(tokenizer, ids) if text else ids, None, None
+        yield Document(_document(tokenizer, ids) if text else ids)
 
 
-def _read_tokens(encoder: Encoder, row: Values) -> _Tokens:
+def _read_tokens(encoder: Encoder, row: Values) -> Document:
     found = encoder.match(row)
     ids = read_integers(row, found.columns["input_ids"])
     if (least := int(ids.min(initial=0))) < 0:
@@ -424,10 +443,10 @@ def _read_tokens(encoder: Encoder, row: Values) -> _Tokens:
         raise RowError(f"labels must be token ids, or -100 for no loss; got {int(wrong[0])}")
     column = encoder.columns.get("weights")
     if column is None or not ids.size:
-        return ids, labels, None
+        return Document(ids, labels)
     weights = np.broadcast_to(read_weights(row, column, len(ids)), ids.shape)
     counted = np.where(weights > 0, ids if labels is None else labels, np.int32(IGNORED))
-    return ids, counted, None, 0, weights
+    return Document(ids, counted, weights=weights)
 
 
 def _read_chat(encoder: Encoder, row: Values) -> Rendered:
@@ -504,10 +523,10 @@ def _with_images(
     return messages, sources
 
 
-def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> Iterator[_Tokens]:
+def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> Iterator[Document]:
     for row, (ids, labels, images) in zip(batch, _encode_rendered(encoder, batch), strict=True):
         weights = None if row.weight is None else np.full(len(ids), row.weight, np.float32)
-        yield ids, labels, None, 0, weights, images
+        yield Document(ids, labels, weights=weights, images=images)
 
 
 def _encode_rendered(
@@ -548,27 +567,25 @@ def _read_prompted(encoder: Encoder, row: Values) -> _Prompted:
     return _Prompted(different(answers, *columns), read_margin(row, encoder.columns.get("margin")))
 
 
-def _encode_prompted(encoder: Encoder, batch: list[_Prompted]) -> Iterator[_Tokens]:
+def _encode_prompted(encoder: Encoder, batch: list[_Prompted]) -> Iterator[Document]:
     """The answers of a row one after the other, each after the prompt."""
     encoded = _encode_answers(encoder, [answer for row in batch for answer in row.answers])
     for row in batch:
         answers = list(itertools.islice(encoded, len(row.answers)))
         if len(answers) == 1:
             ids, labels, images = answers[0]
-            yield (
-                ids,
-                labels,
-                None if row.desirable is None else int(row.desirable),
-                0,
-                None,
-                images,
-            )
+            yield Document(ids, labels, desirable=row.desirable, images=images)
             continue
         all_ids, all_labels, all_images = zip(*answers, strict=True)
         ids, labels = np.concatenate(all_ids), np.concatenate(all_labels)
-        margins = None if row.margin is None else np.full(len(ids), row.margin, np.float32)
         first = len(all_ids[0])
-        yield ids, labels, first, 0, margins, join_images(list(all_images), [0, first])
+        yield Document(
+            ids,
+            labels,
+            first_length=first,
+            margin=row.margin,
+            images=join_images(list(all_images), [0, first]),
+        )
 
 
 def _read_response(encoder: Encoder, found: Match, row: Values) -> Rendered | tuple[str, str]:
@@ -724,7 +741,7 @@ def _read_classification(encoder: Encoder, row: Values) -> tuple[str, int]:
     return text, value
 
 
-def _encode_classification(encoder: Encoder, batch: list[tuple[str, int]]) -> list[_Tokens]:
+def _encode_classification(encoder: Encoder, batch: list[tuple[str, int]]) -> list[Document]:
     texts, categories = zip(*batch, strict=True)
     tokenizer, most = load_tokenizer(encoder.tokenizer), encoder.longest
     assert most is not None
@@ -736,11 +753,11 @@ def _encode_classification(encoder: Encoder, batch: list[tuple[str, int]]) -> li
     ]
     lost = [max(0, len(ids) - most) for ids in whole]
     rows = zip(encoded, categories, lost, strict=True)
-    return [(ids, None, category, cut) for ids, category, cut in rows]
+    return [Document(ids, class_number=number, cut_tokens=cut) for ids, number, cut in rows]
 
 
 _Read = Callable[[Encoder, Values], Any]
-_Encode = Callable[[Encoder, list[Any]], Iterable[_Tokens]]
+_Encode = Callable[[Encoder, list[Any]], Iterable[Document]]
 _KINDS: dict[schema.DataKind, tuple[_Read, _Encode]] = {
     "text": (_read_text, _encode_texts),
     "tokens": (_read_tokens, lambda encoder, batch: batch),

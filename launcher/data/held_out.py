@@ -59,6 +59,10 @@ def split_documents(
     return both, np.array([False, True])
 
 
+_COLUMNS = ("classes", "first_lengths", "desirable", "margins", "hashes", "origins")
+"""Fields of a TokenStore with a value for each document."""
+
+
 def copy_documents(store: TokenStore, documents: Integers) -> TokenStore:
     """A store in memory of the documents with these numbers."""
     starts, ends = store.offsets[documents], store.offsets[documents + 1]
@@ -79,13 +83,19 @@ def copy_documents(store: TokenStore, documents: Integers) -> TokenStore:
         ]
         images = np.concatenate(tables) if tables else store.images[:0]
     offsets = np.cumsum(np.append(0, ends - starts))
-    content = checksum_of([offsets.data, *(array.data for array in tokens.values())])
+    of_tokens = list(tokens.values())
+    if store.margins is not None:  # of each token, as in the files of a store
+        of_tokens.append(np.repeat(store.margins[documents], ends - starts))
+    content = checksum_of([offsets.data, *(array.data for array in of_tokens)])
     return dataclasses.replace(
         store,
         **tokens,
         offsets=offsets,
-        classes=None if store.classes is None else store.classes[documents],
-        hashes=None if store.hashes is None else store.hashes[documents],
+        **{
+            name: column[documents]
+            for name in _COLUMNS
+            if (column := getattr(store, name)) is not None
+        },
         images=images,
         skipped=[],
         fingerprint=store.fingerprint | {"content": content},

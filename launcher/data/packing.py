@@ -122,7 +122,7 @@ def text_lengths(store: Any, texts: int) -> Integers:
     """Tokens of each document of a `TokenStore`; with two `texts`, of a pair's longer answer with its
     prompt."""
     lengths: Integers = np.diff(store.offsets)
-    return lengths if texts == 1 else np.maximum(store.classes, lengths - store.classes)
+    return lengths if texts == 1 else np.maximum(store.first_lengths, lengths - store.first_lengths)
 
 
 def separate_pairs(

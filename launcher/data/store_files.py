@@ -29,7 +29,12 @@ Hashes = npt.NDArray[np.uint64]
 ORIGIN = np.dtype([("file", np.int32), ("number", np.int32), ("start", np.int64)])
 """Where a document comes from: the number of its file in the list of files, the start of a part of it
 (`SourcePart`), and `Row.number`."""
-_SPILLED = ("ids", "labels", "offsets", "classes", "weights", "images", "image_data", "origins")
+_OF_DOCUMENTS = ("classes", "first_lengths", "desirable")
+"""Fields of a TokenStore, of which rows of a kind have one: `classes.npy`."""
+_SPILLED = (
+    *("ids", "labels", "offsets", "weights", "margins", "images", "image_data", "origins"),
+    *_OF_DOCUMENTS,
+)
 
 
 class MappedArray(np.memmap[Any, Any]):
@@ -149,8 +154,11 @@ class StoreWriter:
 
     def add(self, store: Any) -> None:
         """Appends the documents of a TokenStore."""
-        if store.weights is not None:  # then all documents have weights
-            self._append("weights", store.weights)
+        weights = store.weights
+        if store.margins is not None:  # of each token, as in the stores of earlier versions
+            weights = np.repeat(store.margins, np.diff(store.offsets))
+        if weights is not None:  # then all documents have weights
+            self._append("weights", weights)
         if store.labels is not None and not (self._folder / "labels.bin").exists():
             if "ids.bin" in self._files:  # the first store with labels
                 self._files["ids.bin"].flush()
@@ -168,8 +176,9 @@ class StoreWriter:
             self._append("image_data", store.image_data)
             self._image_bytes += store.image_data.size
         self._tokens += int(store.offsets[-1])
-        if store.classes is not None:
-            self._append("classes", store.classes)
+        for name in _OF_DOCUMENTS:
+            if (column := getattr(store, name)) is not None:
+                self._append("classes", column)
         for row in store.skipped:
             self._open(_SKIPPED).write(json.dumps(row).encode() + b"\n")
         self.sums["largest_id"] = max(self.sums["largest_id"], store.largest_id)
@@ -244,6 +253,22 @@ class StoreWriter:
         if not file.exists() or not file.stat().st_size:
             return np.zeros(0, dtype=dtype)
         return np.memmap(file, dtype=dtype, mode="r")
+
+
+def stored_columns(folder: Path, kind: str, offsets: npt.NDArray[Any]) -> dict[str, Any]:
+    """The fields of a TokenStore that rows of a kind have beside tokens and labels."""
+    of_documents, of_tokens = "classes", "weights"
+    if kind == "preference":
+        of_documents, of_tokens = "first_lengths", "margins"
+    elif kind == "unpaired":
+        of_documents = "desirable"
+    columns: dict[str, Any] = {}
+    if (file := folder / "classes.npy").exists():
+        columns[of_documents] = np.load(file)
+    if (file := folder / "weights.bin").exists():
+        weights = MappedArray(file, dtype=np.float32, mode="r")
+        columns[of_tokens] = weights if of_tokens == "weights" else weights[offsets[:-1]]
+    return columns
 
 
 def saved_progress(folder: Path, tasks: int) -> dict[str, Any]:

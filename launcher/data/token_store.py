@@ -22,7 +22,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -69,6 +69,7 @@ from launcher.data.store_files import (
     saved_progress,
     spilled,
     store_problem,
+    stored_columns,
 )
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.environment import Environment, cache_folder
@@ -162,8 +163,14 @@ class TokenStore:
     """Start of each document, and the end: (documents + 1,)."""
     classes: _Int32s | None = None
     """kind classification: (documents,)."""
+    first_lengths: _Int32s | None = None
+    """Pairs of answers: the tokens of the first answer with its prompt, (documents,)."""
+    desirable: _Int32s | None = None
+    """Answers that are good (1) or not (0), (documents,)."""
     weights: Weights | None = None
     """(tokens,): the weight of each token as a target; None: each counts 1."""
+    margins: Weights | None = None
+    """Pairs of answers: (documents,); None: each is 0."""
     hashes: Hashes | None = None
     """(documents,): see `document_hashes`; None: not computed."""
     origins: npt.NDArray[Any] | None = None
@@ -280,8 +287,8 @@ def open_store(
         number = _first_out_of_range(store, model)
         tokens = slice(*store.offsets[number : number + 2])
         largest = max(int(store.ids[tokens].max()), int(store.targets[tokens].max()))
-        category = None if store.classes is None else int(store.classes[number])
-        _check_range(origin_of(store, number, parts), largest, category, model)
+        class_number = None if store.classes is None else int(store.classes[number])
+        _check_range(origin_of(store, number, parts), largest, class_number, model)
     return store
 
 
@@ -372,16 +379,16 @@ def rows_of_documents(
 def check_range(encoded: Encoded, model: ModelInputs) -> None:
     """Raises OutOfRangeError if the model has no such token or class."""
     largest = max(int(ids.max(initial=-1)) for ids in (encoded.ids, encoded.targets))
-    _check_range(encoded.row, largest, encoded.category, model)
+    _check_range(encoded.row, largest, encoded.class_number, model)
 
 
-def _check_range(row: Row, largest: int, category: int | None, model: ModelInputs) -> None:
+def _check_range(row: Row, largest: int, class_number: int | None, model: ModelInputs) -> None:
     if model.vocabulary is not None and largest >= model.vocabulary:
         what = f"is beyond the model's vocabulary of {model.vocabulary} (model.config.vocab_size)"
         raise OutOfRangeError(f"{row.where}: token id {largest} {what}")
-    if model.classes is not None and (category or 0) >= model.classes:
+    if model.classes is not None and (class_number or 0) >= model.classes:
         what = f"{model.classes} classes, 0 to {model.classes - 1} (model.num_labels)"
-        raise OutOfRangeError(f"{row.where}: label {category}, but the model has {what}")
+        raise OutOfRangeError(f"{row.where}: label {class_number}, but the model has {what}")
 
 
 def _wait(folder: Path, *, build: bool) -> Ownership | None:
@@ -513,19 +520,17 @@ def _continued(folder: Path, scratch: Path, tasks: int, lock: Ownership) -> Stor
 
 
 def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore:
-    labels, classes = folder / "labels.bin", folder / "classes.npy"
-    weights, images, image_data = (
-        folder / name for name in ("weights.bin", "images.bin", "image_data.bin")
-    )
+    labels = folder / "labels.bin"
+    images, image_data = folder / "images.bin", folder / "image_data.bin"
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     files = {part.name: part.size for part in parts}
     counts = {name: meta[name] for name in ("documents", "tokens", "content")}
+    offsets = np.load(folder / "offsets.npy")
     return TokenStore(
         ids=MappedArray(folder / "ids.bin", dtype=np.int32, mode="r"),
         labels=MappedArray(labels, dtype=np.int32, mode="r") if labels.exists() else None,
-        offsets=np.load(folder / "offsets.npy"),
-        classes=np.load(classes) if classes.exists() else None,
-        weights=MappedArray(weights, dtype=np.float32, mode="r") if weights.exists() else None,
+        offsets=offsets,
+        **stored_columns(folder, encoder.kind, offsets),
         hashes=MappedArray(folder / "hashes.bin", dtype=np.uint64, mode="r"),
         origins=MappedArray(folder / "origins.bin", dtype=ORIGIN, mode="r"),
         images=np.fromfile(images, dtype=IMAGE) if images.exists() else None,
@@ -656,7 +661,6 @@ def store_rows(rows: list[Encoded], files: Mapping[str, int] | None = None) -> T
     skipped = [row.skipped for row in rows if row.problem]
     documents = [row for row in rows if row.ids.size]
     labelled = any(row.labels is not None for row in documents)
-    classes = [row.category for row in documents if row.category is not None]
     weights = [row.weights for row in documents if row.weights is not None]
     offsets = np.cumsum([0, *(row.ids.size for row in documents)], dtype=np.int64)
     origins = None
@@ -668,8 +672,11 @@ def store_rows(rows: list[Encoded], files: Mapping[str, int] | None = None) -> T
         ids=_joined([row.ids for row in documents]),
         labels=_joined([row.targets for row in documents]) if labelled else None,
         offsets=offsets,
-        classes=np.array(classes, dtype=np.int32) if classes else None,
+        classes=_column([row.class_number for row in documents], np.int32),
+        first_lengths=_column([row.first_length for row in documents], np.int32),
+        desirable=_column([row.desirable for row in documents], np.int32),
         weights=np.concatenate(weights) if weights else None,
+        margins=_column([row.margin for row in documents], np.float32),
         origins=origins,
         images=None if images is None else images[0],
         image_data=None if images is None else np.frombuffer(images[1], dtype=np.uint8),
@@ -682,6 +689,12 @@ def store_rows(rows: list[Encoded], files: Mapping[str, int] | None = None) -> T
         cut_documents=sum(row.cut_tokens > 0 for row in documents),
         cut_tokens=sum(row.cut_tokens for row in documents),
     )
+
+
+def _column(values: Sequence[float | None], dtype: type) -> npt.NDArray[Any] | None:
+    """None if no document has a value: all of a kind have one, or none."""
+    known = [value for value in values if value is not None]
+    return np.array(known, dtype=dtype) if known else None
 
 
 def _joined(arrays: list[_Int32s]) -> _Int32s:

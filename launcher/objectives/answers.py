@@ -145,7 +145,7 @@ class Answers(Objective):
 @dataclass(frozen=True)
 class Pairs(Objective):
     """A document is a pair of answers: the chosen answer after its prompt, as long as
-    `store.classes` says, and then the rejected one after the same prompt. A sample is a pair."""
+    `store.first_lengths` says, and then the rejected one after the same prompt. A sample is a pair."""
 
     unit: ClassVar[str] = "pairs"
     texts: ClassVar[int] = 2
@@ -157,10 +157,10 @@ class Pairs(Objective):
 
     def pack(self, store: TokenStore, data: schema.Data, documents: Integers | None) -> Sequences:
         """A whole pair in each sequence."""
-        assert store.classes is not None
+        assert store.first_lengths is not None
         return separate_pairs(
             store.offsets,
-            store.classes,
+            store.first_lengths,
             store.targets,
             sequence_length=data.sequence_length,
             documents=documents,
@@ -172,9 +172,9 @@ class Pairs(Objective):
 
     def bounds(self, dataset: SequenceDataset, index: int) -> Iterator[tuple[int, Bounds]]:
         """The number of each pair of a sequence, and the places of its answers."""
-        assert dataset.store.classes is not None
+        assert dataset.store.first_lengths is not None
         for document, start, end in dataset.pieces(index):
-            middle = start + int(dataset.store.classes[document])
+            middle = start + int(dataset.store.first_lengths[document])
             yield document, ((start, middle), (middle, end))
 
 

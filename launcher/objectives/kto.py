@@ -27,7 +27,7 @@ class Kto(Answers):
     """The loss of KTO (Ethayarajh et al., 2024) with a reference point of 0: the reward of an answer
     is beta times the log-ratio of its probabilities by the model and by the initial weights. A good
     answer has the loss sigmoid(-reward), another one sigmoid(reward), each times its weight. This is
-    APO-zero without pairs (D'Oosterlinck et al., 2024). `store.classes` says which answers are
+    APO-zero without pairs (D'Oosterlinck et al., 2024). `store.desirable` says which answers are
     good."""
 
     settings: schema.Kto = field(default_factory=schema.Kto)
@@ -51,10 +51,10 @@ class Kto(Answers):
     def sample(self, dataset: SequenceDataset, index: int) -> Sample:
         """That of `Answers`, and for each token `desirable`: 1 if its answer is good, else 0."""
         sample = super().sample(dataset, index)
-        classes, answers = dataset.store.classes, sample["answers"]
-        assert classes is not None
+        desirable, answers = dataset.store.desirable, sample["answers"]
+        assert desirable is not None
         # Tokens without a target have the answer -1, and their value is not used
-        return sample | {"desirable": classes[answers].astype(np.float32)}
+        return sample | {"desirable": desirable[answers].astype(np.float32)}
 
     def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated:
         """See `collate_answers`; with `desirable`, (answers, 1), float32."""
@@ -62,9 +62,9 @@ class Kto(Answers):
 
     def parts(self, dataset: SequenceDataset, document: int) -> list[tuple[str, int]]:
         """The answer after its prompt, named by its mark."""
-        assert dataset.store.classes is not None
+        assert dataset.store.desirable is not None
         ((_, whole),) = super().parts(dataset, document)
-        return [("good" if dataset.store.classes[document] else "not good", whole)]
+        return [("good" if dataset.store.desirable[document] else "not good", whole)]
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of the losses of the answers, and the sums of `metrics` without gradients: a

@@ -48,9 +48,9 @@ class Preference(Pairs, Answers):
 
     def parts(self, dataset: SequenceDataset, document: int) -> list[tuple[str, int]]:
         """The two answers of a pair, each with the prompt."""
-        assert dataset.store.classes is not None
+        assert dataset.store.first_lengths is not None
         ((_, whole),) = super().parts(dataset, document)
-        return [("chosen", int(dataset.store.classes[document])), ("rejected", whole)]
+        return [("chosen", int(dataset.store.first_lengths[document])), ("rejected", whole)]
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of the losses of the pairs, and the sums of `metrics` without gradients: a

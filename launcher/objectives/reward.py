@@ -57,11 +57,11 @@ class Reward(Pairs):
         pieces: list[Piece] = [(NOTHING, NOTHING)]
         margins = []
         store = dataset.store
-        for _, bounds in self.bounds(dataset, index):
+        for document, bounds in self.bounds(dataset, index):
             for first, last in bounds:
                 ids = store.ids[first:last]
                 pieces.append((ids, last_target(ids, self.padding)))
-            margins.append(0.0 if store.weights is None else float(store.weights[bounds[0][0]]))
+            margins.append(0.0 if store.margins is None else float(store.margins[document]))
         return make_sample(pieces) | {"margins": np.array(margins, dtype=np.float32)}
 
     def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated:
@@ -71,9 +71,9 @@ class Reward(Pairs):
     def marks(self, dataset: SequenceDataset, sample: Sample, start: int, end: int) -> list[bool]:
         """Whether each token of a pair is the one whose score counts."""
         store = dataset.store
-        assert store.classes is not None
+        assert store.first_lengths is not None
         document = int(np.searchsorted(store.offsets, start, side="right")) - 1
-        middle = start + int(store.classes[document])
+        middle = start + int(store.first_lengths[document])
         answers = store.ids[start:middle], store.ids[middle:end]
         targets = np.concatenate([last_target(ids, self.padding) for ids in answers])
         marks: list[bool] = (targets != IGNORED).tolist()

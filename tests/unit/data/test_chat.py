@@ -1022,7 +1022,7 @@ def test_classification_rows(tmp_path, folder):
     labels = (1, "0", "good", 2, None, True)
     rows = [{"text": "yes", "label": label} for label in labels] + [{"text": "", "label": 1}]
     found = encode_file(tmp_path, rows, "classification", folder, labels=("bad", "good"))
-    assert [one.category for one in found] == [1, 0, 1, None, None, None, None]
+    assert [one.class_number for one in found] == [1, 0, 1, None, None, None, None]
     assert found[0].ids.tolist() == bpe_tokenizer()("yes")["input_ids"]
     form = "is no class; it must be a whole number from 0 to 1, or a name: bad, good"
     assert [one.problem for one in found[3:]] == [
@@ -1032,7 +1032,7 @@ def test_classification_rows(tmp_path, folder):
         "column 'text' is empty",
     ]
     unnamed = encode_file(tmp_path, rows, "classification", folder)
-    assert [one.category for one in unnamed] == [1, 0, None, 2, None, None, None]
+    assert [one.class_number for one in unnamed] == [1, 0, None, 2, None, None, None]
 
 
 # Fields beside the messages

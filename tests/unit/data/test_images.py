@@ -233,8 +233,8 @@ def test_pairs_show_their_images_to_both_answers(folder):
     }
     [found] = encoded(folder, [row], kind="preference")
     first, second = found.images[0]
-    assert found.category < second["first"]
-    assert second["first"] - found.category == first["first"]
+    assert found.first_length < second["first"]
+    assert second["first"] - found.first_length == first["first"]
     assert first["checksum"] == second["checksum"]
     data = Data(kind="preference", sequence_length=128, workers=0, cache=str(folder / "cache"))
     dataset = opened(folder, [row], data, objective=Preference())

@@ -29,7 +29,7 @@ def pair_of(tmp_path, row, **settings):
     data = schema.Data(kind="preference", tokenizer="bytes", cache=str(tmp_path / "c"), **settings)
     store = open_store((str(file),), data, tokenizer="bytes", build=True)
     assert store.documents == 1
-    middle = int(store.classes[0])
+    middle = int(store.first_lengths[0])
     parts = []
     for first, last in itertools.pairwise((0, middle, len(store.ids))):
         ids, labels = store.ids[first:last], store.labels[first:last]
@@ -100,7 +100,7 @@ def test_ids_of_pairs_are_those_of_trl(tmp_path):
             tokenizer=str(folder),
         )
         store = open_store((str(file),), data, tokenizer=str(folder), build=True)
-        ends = np.split(store.ids, [int(store.classes[0])])
+        ends = np.split(store.ids, [int(store.first_lengths[0])])
         for ids, answer in zip(ends, (chosen, rejected), strict=True):
             assert ids.tolist() == tokenizer(prompt + answer + tokenizer.eos_token)["input_ids"]
 

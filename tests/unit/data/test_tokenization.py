@@ -124,7 +124,9 @@ def test_document_order_is_independent_of_process_count(
     wanted = {0, 59, 60, 100, 179, 180}
     section = schema.Data(train=(str(data),), tokenizer="bytes", cache=str(cache))
     with mock.patch.object(Encoder, "encode_rows", side_effect=AssertionError("tokenized again")):
-        of_documents = rows_of_documents(parallel, section.train, section, wanted, tokenizer="bytes")
+        of_documents = rows_of_documents(
+            parallel, section.train, section, wanted, tokenizer="bytes"
+        )
     names = {number: row.where.removeprefix(f"{data}/") for number, row in of_documents.items()}
     assert names == {
         0: "a.jsonl:1",
@@ -337,7 +339,15 @@ def test_an_ended_tokenization_is_continued(
     assert any(f"continuing after 30 of {len(tasks) - 1} parts" in text for text in messages())
     assert store_names(cache) == [store.folder.name]
     assert sorted(file.name for file in store.folder.iterdir()) == [
-        *("hashes.bin", "ids.bin", "labels.bin", "meta.json", "offsets.npy", "origins.bin", "weights.bin")
+        *(
+            "hashes.bin",
+            "ids.bin",
+            "labels.bin",
+            "meta.json",
+            "offsets.npy",
+            "origins.bin",
+            "weights.bin",
+        )
     ]
 
 

@@ -103,13 +103,15 @@ def store_of(pairs):
         np.array(documents, np.int32),
         np.array(labels, np.int32),
         np.cumsum([0, *sizes]),
-        np.array(first, np.int32),
+        first_lengths=np.array(first, np.int32),
     )
 
 
 def dataset_of(pairs, *, packing=True, length=LENGTH):
     store = store_of(pairs)
-    sequences = separate_pairs(store.offsets, store.classes, store.targets, sequence_length=length)
+    sequences = separate_pairs(
+        store.offsets, store.first_lengths, store.targets, sequence_length=length
+    )
     objective = preference.Preference()
     return datasets.dataset_of(store, sequences, 2 * length, joined=packing, objective=objective)
 

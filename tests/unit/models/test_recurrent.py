@@ -229,7 +229,9 @@ def test_the_answers_of_a_pair_are_computed_by_themselves(packing):
         for n in range(3)
     ]
     store = store_of(pairs)
-    sequences = separate_pairs(store.offsets, store.classes, store.targets, sequence_length=45)
+    sequences = separate_pairs(
+        store.offsets, store.first_lengths, store.targets, sequence_length=45
+    )
     model, single = build("nemotron_h"), build("nemotron_h")
     rows = dataset_of(
         store,

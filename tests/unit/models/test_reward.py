@@ -60,8 +60,7 @@ def dataset(masking, *, packing=True, margins=False):
     pairs = dataset_of(PAIRS, packing=packing)
     store = pairs.store
     if margins:
-        sizes = np.diff(store.offsets)
-        store = dataclasses.replace(store, weights=np.repeat(np.float32(MARGINS), sizes))
+        store = dataclasses.replace(store, margins=np.array(MARGINS, dtype=np.float32))
     return rewards_of(store, pairs.sequences, masking, packing=packing)
 
 
@@ -139,7 +138,8 @@ def test_margins_of_rows(tmp_path):
     file, cache = write(tmp_path / "rows.jsonl", rows), str(tmp_path / "c")
     data = Data(kind="preference", margin_column="m", prompt_format="text", cache=cache)
     store = open_store((str(file),), data, tokenizer="bytes", build=True)
-    assert store.weights.tolist() == [1.0] * 7 + [-0.5] * 7
+    assert store.margins.tolist() == [1.0, -0.5]
+    assert np.fromfile(store.folder / "weights.bin", np.float32).tolist() == [1.0] * 7 + [-0.5] * 7
     assert (store.labels != IGNORED).sum() == 10
 
 

@@ -47,7 +47,7 @@ def test_rows_are_read(name):
     assert found.layout.kind == "unpaired"
     mark = str(list(row.values())[-1]).lower()
     one = encoded(row)
-    assert (one.problem, one.category) == ("", int(mark in ("true", "1")))
+    assert (one.problem, one.desirable) == ("", mark in ("true", "1"))
     trained = bytes(one.ids[one.labels != IGNORED].clip(max=255).astype(np.uint8))
     answer = row.get("completion") or row.get("output") or CHAT[1:]
     text = answer if isinstance(answer, str) else answer[-1]["content"]
@@ -80,7 +80,7 @@ def dataset_of(answers, good, *, packing=True, reference=None):
         np.concatenate(documents).astype(np.int32),
         np.concatenate(labels).astype(np.int32),
         np.cumsum([0, *map(len, documents)]),
-        np.array(good, np.int32),
+        desirable=np.array(good, np.int32),
     )
     objective = kto.Kto(settings=SETTINGS, reference=reference)
     data = schema.Data(kind="unpaired", sequence_length=LENGTH, packing=packing)
