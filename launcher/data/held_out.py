@@ -55,7 +55,12 @@ def split_documents(
         hashes = document_hashes(store) if store.hashes is None else store.hashes
         return chosen, held_out(hashes, share)
     held = min(max(2, round(share * tokens)), tokens - 2)
-    both = dataclasses.replace(store, offsets=np.array([0, tokens - held, tokens]), hashes=None)
+    both = dataclasses.replace(
+        store,
+        offsets=np.array([0, tokens - held, tokens]),
+        hashes=None,
+        origins=None if store.origins is None else store.origins[[0, 0]],
+    )
     return both, np.array([False, True])
 
 

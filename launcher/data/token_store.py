@@ -366,9 +366,11 @@ def rows_of_documents(
     origins = {number: origin_of(store, number, parts) for number in sorted(wanted)}
     found: dict[int, DocumentRow] = {}
     for part, of_part in itertools.groupby(origins.items(), lambda item: item[1].part):
-        numbers = {row.number: number for number, row in of_part}
+        numbers: dict[int, list[int]] = {}
+        for number, row in of_part:  # a text may have been divided into two documents
+            numbers.setdefault(row.number, []).append(number)
         for row in encoder.read([part]):
-            if (number := numbers.pop(row.number, None)) is not None:
+            for number in numbers.pop(row.number, ()):
                 question = last_question(encoder, row.values or {})
                 found[number] = DocumentRow(origins[number].where, question)
             if not numbers:

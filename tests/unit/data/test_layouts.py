@@ -11,7 +11,7 @@ from launcher.data.opening import open_dataset
 from launcher.data.problems import problem_lines
 from launcher.data.run_data import recorded_prompts, tokenizer_to_keep, trained_prompts
 from launcher.data.sources import file_part, find_parts, read_rows
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelInputs, rows_of_documents
 from launcher.data.tokenizer import (
     has_chat_template,
     hugging_face_byte_tokenizer,
@@ -519,6 +519,20 @@ def test_a_single_text_is_held_out_in_part(tmp_path, packing):
     last = training[len(training) - 1]
     assert last["targets"][-1] == IGNORED  # the next token is held out
     assert set(held_out[0]["input_ids"].tolist()) == {ord("b")}
+    both = rows_of_documents(training.store, (file,), data, {0, 1}, tokenizer="bytes")
+    assert [both[number].where for number in (0, 1)] == [file, file]
+
+
+def test_held_out_documents_know_their_rows(tmp_path):
+    rows = [{"text": f"row {number}"} for number in range(1, 41)]
+    file = str(write(tmp_path / "rows.jsonl", rows))
+    data = schema.Data(sequence_length=64, validation_split=0.2, cache=str(tmp_path / "c"))
+    options = {"tokenizer": "bytes", "model": ModelInputs(), "build": True}
+    store = open_dataset(data, (file,), objective=NextToken(), held_out=True, **options).store
+    found = rows_of_documents(store, (file,), data, {0, 3}, tokenizer="bytes")
+    for number, row in found.items():
+        text = bytes(store.ids[slice(*store.offsets[number : number + 2])][:-1].tolist()).decode()
+        assert row.where == f"{file}:{text.removeprefix('row ')}"
 
 
 def test_the_causes_of_problems_are_counted():
