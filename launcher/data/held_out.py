@@ -32,7 +32,9 @@ def held_out(hashes: Hashes, share: float) -> npt.NDArray[np.bool_]:
         what = "the data is a single document, of which no part can be held out"
         if len(hashes) > 1:
             what = "all rows of the data are equal, so none can be held out"
-        raise RecipeError(f"data.validation_split: {what}; give data.validation, or null")
+        raise RecipeError(
+            f"data.validation_split: {what}; give data.validation, or data.validation_split=null"
+        )
     mask = hashes < np.uint64(int(share * 2.0**64))
     if not mask.any():
         mask = hashes == smallest

@@ -37,6 +37,15 @@ class Custom(Objective):
         got = type(loss).__name__
         if isinstance(loss, torch.Tensor):
             if not loss.ndim:
+                if loss.is_complex():
+                    raise RecipeError(
+                        f"data.builder: its loss must be a real number; got {loss.dtype}"
+                    )
+                if torch.is_grad_enabled() and not loss.requires_grad:
+                    raise RecipeError(
+                        "data.builder: its loss has no gradient: it must follow from what the model "
+                        "returns, without detach(), item(), no_grad() or whole numbers"
+                    )
                 weighted: torch.Tensor = loss.float() * micro_batch.extra["weight"]
                 return weighted
             got = f"the shape {tuple(loss.shape)}"

@@ -522,9 +522,9 @@ def _decide_packing(plain: dict[str, Any], origins: Origins, *, hub: bool) -> It
         return
     given, task = data.get("packing", "auto"), model.get("task", "causal_lm")
     if given == "auto":
-        # Where the batch follows from the rows, packing does: a full sequence may be a whole step
-        batch = _value(plain, ("batch", "global_batch_size"))
-        data["packing"] = "auto" if batch == "auto" else True
+        # Where batch or length follow from the rows, packing does: a full sequence may be a whole step
+        keys = (("batch", "global_batch_size"), ("data", "sequence_length"))
+        data["packing"] = "auto" if "auto" in [_value(plain, key) for key in keys] else True
     elif given is not True:
         return
     why = None

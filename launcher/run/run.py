@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import time
 from collections.abc import Mapping
@@ -138,9 +139,16 @@ def check_loss(training: Training) -> list[str]:
     RecipeError if the loss is a mean."""
     check = check_sum(training)
     what = None if check is None else check.describe()
-    if check is None or what is None or check.verdict == "random":
+    if check is None:
         return []
     key = "data.builder" if check.own_loss else "model.builder"
+    if not math.isfinite(check.whole):
+        what = (
+            f"the loss of the first {check.samples} samples is {check.whole} before the first step"
+        )
+        return [f"warning: {key}: {what}: steps without a finite gradient are skipped"]
+    if what is None or check.verdict == "random":
+        return []
     if check.verdict == "mean":
         raise RecipeError(f"{key}: {what}")
     return [f"note: {key}: {what}"]

@@ -395,6 +395,8 @@ def _choices(recipe: Recipe, rows: Rows | str, *, ranks: int) -> Iterator[tuple[
     longest = int(lengths.max()) if not cuts else min(most, int(lengths.max()))
     if "data.sequence_length" in auto:
         length, why = _length(longest, most, wanted * mean / groups if packed else 0)
+        if (dropped := len(rows.lengths) - len(lengths)) and rows.scale == 1:
+            why = f"the longest row of up to {most:,} tokens has {longest:,}; {dropped:,} longer dropped"
         if data.kind == "text":
             length = min(most, max(TEXT_ROW, 2 ** int(math.log2(max(1, wanted * mean / groups)))))
             why = "so that a step has a sequence for each rank"
@@ -451,10 +453,12 @@ def _unit(recipe: Recipe) -> str:
 def _held_out(rows: int) -> tuple[float, str]:
     """The share of rows that is held out, and why."""
     if rows < FEWEST_TO_SPLIT:
-        return 0.0, f"{rows} rows are too few to hold some out; give data.validation for a score"
+        what = "1 row is" if rows == 1 else f"{rows} rows are"
+        return 0.0, f"{what} too few to hold some out; give data.validation for a score"
     held = max(FEWEST_HELD_OUT, min(HELD_OUT_SHARE * rows, MOST_HELD_OUT))
     held = min(held, LARGEST_HELD_OUT_SHARE * rows)
-    return round(held / rows, 4), f"about {round(held):,} of {rows:,} rows, for evaluation"
+    share = round(held / rows, 4)
+    return share, f"about {share:.0%} of {rows:,} rows, for evaluation"
 
 
 def _length(longest: int, most: int, tokens: float) -> tuple[int, str]:

@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from launcher.distributed.process_group import all_gather_single
 from launcher.distributed.rank_layout import RankLayout
-from launcher.libraries.private import stop_ddp_timing, wait_for_pending_works
+from launcher.errors import RecipeError
+from launcher.libraries.private import is_reduced, stop_ddp_timing, wait_for_pending_works
 from launcher.strategies.base import InitFn, Root, WrappedModel, dtype_name
 
 
@@ -106,6 +107,24 @@ class Ddp(WrappedModel):
         with self._reduction, nullcontext() if self._reducing else self._ddp.no_sync():
             yield
         self._reductions += self._reducing
+
+    def finish_gradients(self) -> None:
+        """Raises RecipeError if DDP has not reduced the gradients, since the last micro-batch did not
+        use all parameters: each rank would update the weights with its own."""
+        if not isinstance(self._ddp, DistributedDataParallel) or is_reduced(self._ddp):
+            return
+        unused = [
+            name
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and parameter.grad is None
+        ]
+        shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+        raise RecipeError(
+            "strategy.kind: ddp: the loss of the last micro-batch did not depend on all trained "
+            f"parameters{f', such as {shown}' if unused else ''}, so gradients are not reduced over "
+            "the ranks; let the loss use them, freeze them (model.freeze), or set "
+            "strategy.kind=fsdp"
+        )
 
     def optimized(self, parameter: nn.Parameter) -> nn.Parameter:
         return self._shards.get(parameter, parameter)

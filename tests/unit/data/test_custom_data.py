@@ -141,6 +141,21 @@ def test_a_loss_that_is_no_tensor_is_refused(value):
         Custom(data).loss(torch.nn.Identity(), micro_batch)
 
 
+@pytest.mark.parametrize(
+    ("loss", "problem"),
+    [
+        (lambda model, batch: model(torch.ones(2)).sum().detach(), "its loss has no gradient"),
+        (lambda model, batch: torch.tensor(1), "its loss has no gradient"),
+        (lambda model, batch: model(torch.ones(2)).sum() * 1j, "a real number; got torch.complex"),
+    ],
+)
+def test_a_loss_that_trains_nothing_is_refused(loss, problem):
+    data = CustomData(train=[1.0], collate=dict, loss=loss)
+    micro_batch = MicroBatch({}, extra={"batch": {}, "weight": 1.0})
+    with pytest.raises(RecipeError, match=problem):
+        Custom(data).loss(torch.nn.Linear(2, 2), micro_batch)
+
+
 class Noise:
     """Each sample is its index, and a number from each of the global generators."""
 

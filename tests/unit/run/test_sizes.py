@@ -211,8 +211,10 @@ def test_a_resumed_run_keeps_its_sizes(here):
 def test_only_where_the_batch_is_open_rows_may_be_unpacked(here):
     assert "data.packing" in open_sizes(loaded().recipe)
     assert "data.packing" in open_sizes(loaded("data.packing=auto").recipe)
-    for given in ("batch.global_batch_size=8", "data.packing=true"):
-        assert "data.packing" not in open_sizes(loaded(given).recipe)
+    assert "data.packing" in open_sizes(loaded("batch.global_batch_size=8").recipe)
+    sizes = ("batch.global_batch_size=8", "data.sequence_length=64")
+    for given in (sizes, ("data.packing=true",)):
+        assert "data.packing" not in open_sizes(loaded(*given).recipe)
     many = chosen(rows_of(60_000))
     assert many.data.packing is True
 

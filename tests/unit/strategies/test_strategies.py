@@ -298,3 +298,27 @@ def test_gradients_are_summed_in_host_memory_after_the_next_reduction(monkeypatc
         sums.after_backward(last=number == 2)
         assert copied == ["second", "first"] * (number + 1)
     assert first.grad.tolist() == second.grad.tolist() == [3.0, 111.0]
+
+
+def test_ddp_refuses_an_update_with_gradients_that_are_not_reduced(one_rank):
+    """torch notices it in the next forward pass, after each rank has updated with its own."""
+
+    def wrapped_model():
+        model = nn.ModuleDict({"used": nn.Linear(4, 4), "rest": nn.Linear(4, 4)})
+        return Ddp(model, param_dtype=torch.float32, ranks=one_rank, init_fn=lambda *_: None)
+
+    def loss(model, names):
+        outputs = [model[name](torch.ones(2, 4)).sum() for name in names]
+        return torch.stack(outputs).sum()
+
+    whole, factor = ("used", "rest"), torch.ones(())
+    wrapped = wrapped_model()
+    wrapped.accumulate([("used",), whole], loss, factor)
+    wrapped.finish_gradients()
+    wrapped.accumulate([whole, ("used",)], loss, factor)
+    with pytest.raises(RecipeError, match="did not depend on all trained parameters, so gradients"):
+        wrapped.finish_gradients()
+    other = wrapped_model()
+    other.accumulate([("used",)], loss, factor)
+    with pytest.raises(RecipeError, match=r"parameters, such as rest\.weight, rest\.bias, so "):
+        other.finish_gradients()
