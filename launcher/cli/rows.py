@@ -72,6 +72,8 @@ def rows(
     if not trained:
         raise RecipeError(f"command line: step={step}: the run ends before, with its last epoch")
     title = f"step {step}: {trained[-1].sequence:,} {recipe.data.batch_unit}, {len(trained):,} rows"
+    if 0 < (last := RunFolder(run).last_step()) < step:
+        print(f"note: step {last:,} is the last one that the run has recorded")
     print(title + (f"; {skipped:,} batches before it were skipped" if skipped else ""))
     losses = _losses(run, recipe, step, trained, trust_run=trust_run) if loss else None
     _print_rows(trained, losses, recipe)
