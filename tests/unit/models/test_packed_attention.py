@@ -325,7 +325,7 @@ def test_attention_across_documents_is_detected(model_type):
     assert model.training
 
 
-class Stub(PreTrainedModel):
+class Stub(PreTrainedModel):  # type: ignore[misc]
     """PreTrainedModel itself would cache, for all classes, that experts can be chosen."""
 
 
