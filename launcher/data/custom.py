@@ -72,7 +72,7 @@ class CustomDataset:
     data: CustomData
     name: str
     objective: object = None
-    """Which computes the loss (`launcher/objectives/custom.py`)."""
+    """The objective, which computes the loss (`launcher/objectives/custom.py`)."""
     seed: int = 0
     packed: ClassVar[bool] = False
     joined: ClassVar[bool] = False

@@ -325,8 +325,8 @@ class Head:
     def ask(
         self, model: nn.Module, inputs: Mapping[str, Any], question: Question
     ) -> tuple[Any, Any]:
-        """What the question makes of the hidden states (tokens, features), (tokens,) or (tokens,
-        columns), and the model's other outputs. The model is called once."""
+        """Calls the model once. Returns what the question computes from the hidden states (tokens,
+        features), which is (tokens, columns), and the model's other outputs."""
         token = _asked.set(call := _Call(self, question))
         try:
             outputs = model(**inputs, use_cache=False)
@@ -361,7 +361,8 @@ class Head:
         targets: torch.Tensor,
         reduction: Literal["sum", "none"] = "none",
     ) -> torch.Tensor:
-        """Those of `targets` (tokens,), 0 where IGNORED: (tokens, 1), or their sum (1, 1), float32."""
+        """The cross-entropies of `targets` (tokens,), 0 where IGNORED: (tokens, 1), or their sum
+        (1, 1), float32."""
         chunking, parts = self._chunking(targets, reduction), self._vocabulary
         if chunking.width < parts or chunking.group is not None:
             losses = linear_cross_entropy(*_linear(self._layer, hidden), targets, chunking)

@@ -28,7 +28,8 @@ class Predicted:
 def cross_entropies(
     model: nn.Module, micro_batch: MicroBatch, reduction: Literal["sum", "none"] = "none"
 ) -> Predicted:
-    """Those of the targets at the positions, 0 where IGNORED: (positions,), or their sum, float32."""
+    """The cross-entropies of the targets at the positions, 0 where IGNORED: (positions,), or their
+    sum, float32."""
     if (head := applied(model).head) is not None:
         question = partial(_losses, micro_batch=micro_batch, reduction=reduction)
         value, outputs = head.ask(model, micro_batch.inputs, question)

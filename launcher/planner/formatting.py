@@ -297,8 +297,8 @@ def _configurations(plan: Json, columns: int | None) -> Iterator[str]:
 
 
 def configuration_cells(plan: Json) -> Iterator[list[str]]:
-    """The table of the configurations of a plan with a search. The first row has the titles. Of CPUs,
-    whose speed a plan assumes, it has only the ratios of speeds."""
+    """The table of the configurations of a plan with a search. The first row has the titles. On
+    CPUs there are only ratios of speeds, because the plan assumes the speed of a CPU."""
     search, on_gpus = plan["search"], plan["machine"]["device"] == "cuda"
     rows, best, cells = search["configurations"], search["best"], []
     speeds = [row["tokens_per_second"] for row in rows]

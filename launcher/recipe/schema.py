@@ -238,8 +238,8 @@ class Data(Section):
     """Fill sequences with several documents, which are kept apart: in attention, positions and
     recurrent layers. For kinds preference and unpaired, the pairs or answers of a step share
     sequences. auto, the same as not given: true, but false if the model cannot keep documents
-    apart, or, with batch.global_batch_size: auto, if a step of so few rows has fewer tokens than
-    full sequences; the start then gives the reason. true: an error for such a model."""
+    apart, or, with batch.global_batch_size or sequence_length: auto, if a step of so few rows has
+    fewer tokens than full sequences; the start then gives the reason. true: an error for such a model."""
     repeat_in_step: StrictBool = False
     """true: a step may see a row twice, where the batch is larger than the data. false: an error."""
     shuffle: StrictBool = True

@@ -419,7 +419,7 @@ class Reporter:
             nothing = "nothing was saved (checkpoint.every_steps: null)"
             again = "start it again to resume"
             if step == self._steps:
-                again = "all its steps are done; start it again to finish it"
+                again = "all steps are done; start the run again for its evaluation and export"
             saved = again if kept == step else nothing
             logger.info(f"  stopped by {reason}; {saved}")
         path, recipe = folder.path, shlex.quote(f"{folder.path}/recipe.yaml")

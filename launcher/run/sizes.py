@@ -74,6 +74,8 @@ RATES = {"full": (5.0e-6, 1.0e-4), "adapters": (1.0e-4, 5.0e-4)}
 """The smallest and the largest of these rates."""
 WHOLE_ANSWERS = 0.1
 """Learning rate of objectives that compare whole answers / that of objectives that learn tokens."""
+_NOT_NEEDED = "by the model alone"
+"""In place of the rows, where no choice depends on them."""
 
 
 COUNTED_BYTES = 64 << 20
@@ -92,7 +94,7 @@ class Rows:
     lengths: Any
     """Tokens of each row, (rows,); of a pair, those of its longer answer with the prompt."""
     hashes: Hashes | None = None
-    """By which rows are held out; None: they are not known."""
+    """Hashes of the rows, which decide the rows that are held out; None: not known."""
     scale: float = 1.0
     """Rows of the data / rows that were counted; more than 1 is an estimate."""
 
@@ -221,6 +223,10 @@ def resolve_sizes(
             _write(resumed, run)
         return resumed
     why, answer = why_not_counted(recipe), None
+    if open_sizes(recipe) == [
+        "optimizer.learning_rate"
+    ]:  # then a thousand ranks need not count rows
+        why = _NOT_NEEDED
     if ranks.rank == 0:
         rows = why or count_rows(recipe, build=build)
         answer = _answer(recipe, rows, ranks=ranks.size, run=run)
@@ -274,6 +280,8 @@ def choose_sizes(recipe: Recipe, rows: Rows | str, *, ranks: int) -> tuple[Recip
 def choices_text(rows: Rows | str, choices: list[Choice]) -> str:
     """The choices in lines below each other."""
     heading = f"for {rows.text()}" if isinstance(rows, Rows) else f"the usual sizes: {rows}"
+    if rows == _NOT_NEEDED:
+        heading = _NOT_NEEDED
     width = max(len(override) for override, _ in choices)
     lines = (f"\n      {override:<{width}}  {why}".rstrip() for override, why in choices)
     return f"auto: {heading}{''.join(lines)}"
@@ -396,7 +404,7 @@ def _choices(recipe: Recipe, rows: Rows | str, *, ranks: int) -> Iterator[tuple[
     if "data.sequence_length" in auto:
         length, why = _length(longest, most, wanted * mean / groups if packed else 0)
         if (dropped := len(rows.lengths) - len(lengths)) and rows.scale == 1:
-            why = f"the longest row of up to {most:,} tokens has {longest:,}; {dropped:,} longer dropped"
+            why = f"the longest row of up to {most:,} tokens has {longest:,}; longer rows are dropped: {dropped:,}"
         if data.kind == "text":
             length = min(most, max(TEXT_ROW, 2 ** int(math.log2(max(1, wanted * mean / groups)))))
             why = "so that a step has a sequence for each rank"

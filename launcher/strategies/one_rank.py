@@ -100,8 +100,8 @@ class OneRank(WrappedModel):
             yield
 
     def after_step(self) -> None:
-        """The copies are made again: torch's fused operators and Triton's kernels write to the masters
-        without increasing their version counters."""
+        """Makes the next forward pass copy the masters: torch's fused operators and Triton's kernels
+        write to the masters without increasing their version counters."""
         torch.autograd.graph.increment_version(self._parameters)
 
     @contextmanager

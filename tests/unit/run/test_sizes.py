@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from launcher.run.sizes import (
     check_repeats,
     choices_text,
     choose_sizes,
+    resolve_sizes,
     rows_here,
     run_length,
 )
@@ -251,3 +253,14 @@ def test_a_cpu_without_bfloat16_computes_in_float32(here, monkeypatch, flags, lo
     assert loaded().recipe.strategy.mixed_precision is not None
     given = loaded("run.device=cpu", "strategy.mixed_precision={param_dtype: bfloat16}")
     assert given.recipe.strategy.mixed_precision is not None
+
+
+def test_a_rate_alone_needs_no_rows(folder, monkeypatch):
+    recipe = load_recipe(["recipe=x.yaml", "lora.rank=8"], ranks=1, files=False).recipe
+    monkeypatch.setattr("launcher.run.sizes.count_rows", None)
+    monkeypatch.setattr("launcher.run.sizes.from_rank_0", lambda value, group: value)
+    monkeypatch.setattr("launcher.run.sizes.recorded_recipe", lambda run, start: {})
+    monkeypatch.setattr("launcher.run.sizes._write", lambda recipe, run: None)
+    ranks = SimpleNamespace(rank=0, size=1, group=None)
+    sized = resolve_sizes(recipe, start=None, ranks=ranks, run=None, build=True)
+    assert not open_sizes(sized)
