@@ -273,7 +273,7 @@ def attention_times(report: Report) -> None:
 
 def loss(report: Report) -> None:
     """The loss in chunks against full logits in float64, eager and compiled."""
-    from launcher.models.chunked_loss import Chunking, Transform, chunk_width, linear_cross_entropy
+    from launcher.models.head import Chunking, Transform, chunk_width, linear_cross_entropy
 
     def draw(tokens: int, width: int, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
         hidden = torch.randn(tokens, width, device=report.device, dtype=HALF)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from launcher.models.chunked_loss import Chunking, Transform, chunk_width, linear_cross_entropy
+from launcher.models.head import Chunking, Transform, chunk_width, linear_cross_entropy
 from launcher.planner.measurement import CpuMeter
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

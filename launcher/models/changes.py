@@ -24,10 +24,10 @@ from launcher.models.adapter_files import adapter_loader
 from launcher.models.applied import applied
 from launcher.models.attention import drop_causal_mask, isolate_documents, use_tower_attention
 from launcher.models.build import build_model, embeddings, is_pretrained, parts_without_text
-from launcher.models.chunked_loss import Head, Transform, logits_transform
 from launcher.models.context_parallel import apply_context_parallel
 from launcher.models.experts import apply_expert_parallel
 from launcher.models.float8 import use_float8
+from launcher.models.head import Head, Transform, logits_transform
 from launcher.models.images import Trained, use_images
 from launcher.models.load import Load, ModelCheckpoint, starting_weights
 from launcher.models.lora import add_adapters

@@ -13,7 +13,7 @@ from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.models.applied import applied
-from launcher.models.chunked_loss import Head, HeadFunction
+from launcher.models.head import Head, HeadFunction
 from launcher.models.micro_batch import IGNORED, MicroBatch
 
 

@@ -16,7 +16,7 @@ from launcher.data.batching import NO_SAMPLE
 from launcher.data.collation import Collated, Sample, TextInputs, with_positions
 from launcher.data.dataset import SequenceDataset
 from launcher.errors import RecipeError
-from launcher.models.chunked_loss import Chunking
+from launcher.models.head import Chunking
 from launcher.models.linear_chunks import chunks_of, linear_gradients, logits_of
 from launcher.models.micro_batch import MicroBatch
 from launcher.models.predictions import of_head

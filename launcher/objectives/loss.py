@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from launcher.models.chunked_loss import computes_loss
+from launcher.models.head import computes_loss
 from launcher.models.micro_batch import MicroBatch
 from launcher.models.predictions import Predicted, cross_entropies, logits, of_head
 

@@ -16,7 +16,7 @@ from launcher.data.dataset import SequenceDataset
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
 from launcher.models.applied import applied
-from launcher.models.chunked_loss import Head, Transform
+from launcher.models.head import Head, Transform
 from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.models.predictions import logits
 from launcher.objectives.answers import Pairs

@@ -25,8 +25,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from launcher.errors import RecipeError, first_line, line_of
-from launcher.models import chunked_loss
-from launcher.models.chunked_loss import Chunking, Transform
+from launcher.models import head as head_module
+from launcher.models.head import Chunking, Transform
 from launcher.models.linear_chunks import logits_of
 from launcher.recipe.functions import import_function
 from launcher.recipe.load import resolve_arguments
@@ -65,7 +65,7 @@ class TargetLoss:
         """A `HeadFunction`: the loss of each target from the inputs of the head, a part of the
         targets at a time."""
         assert chunking.group is None
-        rows = max(1, chunked_loss.CHUNK_ELEMENTS // len(weight))
+        rows = max(1, head_module.CHUNK_ELEMENTS // len(weight))
         with torch.autocast(inputs.device.type, enabled=False):
             losses = [
                 checkpoint(

@@ -34,7 +34,7 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError, TrainingError
 from launcher.files import checksum_of
 from launcher.models.build import vocabulary_size
-from launcher.models.chunked_loss import computes_loss
+from launcher.models.head import computes_loss
 from launcher.models.micro_batch import Masking, MicroBatch
 from launcher.objectives.kept_files import TeacherFile, top_k_dtype
 from launcher.objectives.passes import rows_in_order

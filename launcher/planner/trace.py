@@ -31,7 +31,7 @@ from launcher.libraries.private import (
     tree_map_only,
 )
 from launcher.models.build import embeddings, text_config
-from launcher.models.chunked_loss import chunk_width
+from launcher.models.head import chunk_width
 from launcher.models.initialization import clean_name, materialize
 from launcher.objectives.synthetic import SyntheticData
 from launcher.optimizers.offload import StateFile

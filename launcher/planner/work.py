@@ -10,7 +10,7 @@ import torch
 
 from launcher.data.batching import rows_of
 from launcher.distributed.rank_layout import layout_sizes
-from launcher.models.chunked_loss import chunk_width
+from launcher.models.head import chunk_width
 from launcher.models.nf4 import AT_ONCE
 from launcher.optimizers.offload import BUCKET
 from launcher.planner.profile import ModelProfile, WeightGroup

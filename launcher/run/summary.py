@@ -18,9 +18,9 @@ from launcher.data.loader import expected_padding
 from launcher.libraries.private import attention_implementation
 from launcher.models.attention import attention_kernels
 from launcher.models.build import parts_without_text
-from launcher.models.chunked_loss import computes_loss
 from launcher.models.config_overrides import config_changes
 from launcher.models.float8 import describe_float8
+from launcher.models.head import computes_loss
 from launcher.models.initialization import clean_name
 from launcher.models.nf4 import shape_of
 from launcher.models.nf4_layers import describe_nf4

@@ -43,8 +43,8 @@ from launcher.models.changes import (
     divide_layers,
     divide_rows,
 )
-from launcher.models.chunked_loss import computes_loss
 from launcher.models.context_parallel import check_context_parallel
+from launcher.models.head import computes_loss
 from launcher.models.images import tower_blocks, unused_modules
 from launcher.models.initialization import clean_name
 from launcher.models.load import ModelCheckpoint

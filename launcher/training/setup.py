@@ -38,7 +38,7 @@ from launcher.models.build import (
     recomputed_flops,
     token_flops,
 )
-from launcher.models.chunked_loss import chunk_width
+from launcher.models.head import chunk_width
 from launcher.models.hugging_face_files import export_hugging_face
 from launcher.objectives.base import BeforeTraining, dataset_objective
 from launcher.objectives.kept_files import ReferenceFile, TeacherFile

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launcher.data.loader import StepStatistics
 from launcher.distributed.rank_layout import RankLayout
-from launcher.models import chunked_loss
+from launcher.models import head as head_module
 from launcher.models.initialization import clean_name, random_weights
 from launcher.objectives.next_token import NextToken
 from launcher.optimizers import offload as optimizer_offload
@@ -495,7 +495,7 @@ PARTS = {
 
 def main(folder, part, amount):
     # Chunks of 16 vocabulary entries; the plain loop computes the loss from the full logits
-    chunked_loss.WIDTH_MULTIPLE = chunked_loss.CHUNK_ELEMENTS = 16
+    head_module.WIDTH_MULTIPLE = head_module.CHUNK_ELEMENTS = 16
     worker = Worker(folder, amount)
     worker.train("ddp", STRATEGIES["ddp"])  # also the plain loop, on each rank
     PARTS[part](worker)

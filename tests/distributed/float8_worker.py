@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launcher.models import chunked_loss
+from launcher.models import head as head_module
 from tests.distributed.equivalence_worker import EXPERTS, LLAMA, OFFLOAD, ZERO, Worker
 from tests.distributed.launching import end_worker
 
@@ -56,7 +56,7 @@ def selected(cases):
 
 def main(folder, cases):
     # Chunks of 16 vocabulary entries
-    chunked_loss.WIDTH_MULTIPLE = chunked_loss.CHUNK_ELEMENTS = 16
+    head_module.WIDTH_MULTIPLE = head_module.CHUNK_ELEMENTS = 16
     worker = Worker(folder)
     worker.run_plain_loop = lambda training: None  # the reference is one rank
     for precision, section in PRECISIONS.items():

@@ -22,7 +22,8 @@ from launcher.checkpoint.state import model_and_optimizer, rank_state
 from launcher.checkpoint.writer import Checkpointer
 from launcher.diagnostics.selftest import differing_copies
 from launcher.distributed.rank_layout import RankLayout
-from launcher.models import chunked_loss, experts
+from launcher.models import experts
+from launcher.models import head as head_module
 from launcher.models.safetensors_files import StoredTensors
 from launcher.models.shards import local_part
 from launcher.objectives.next_token import NextToken
@@ -299,7 +300,7 @@ PARTS = {
 
 def main(folder, launch):
     # Chunks of 16 vocabulary entries
-    chunked_loss.WIDTH_MULTIPLE = chunked_loss.CHUNK_ELEMENTS = 16
+    head_module.WIDTH_MULTIPLE = head_module.CHUNK_ELEMENTS = 16
     worker = LayoutWorker(folder, STEPS[launch == "quick"])
     if launch in PARTS:
         PARTS[launch](worker)

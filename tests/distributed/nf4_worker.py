@@ -14,7 +14,8 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from launcher.models import chunked_loss, nf4, nf4_layers
+from launcher.models import head as head_module
+from launcher.models import nf4, nf4_layers
 from launcher.models.build import find_blocks
 from tests.distributed.equivalence_worker import OFFLOAD, Worker
 from tests.distributed.launching import end_worker
@@ -72,7 +73,7 @@ def save_models(folder):
 
 def main(folder):
     # Chunks of 16 vocabulary entries
-    chunked_loss.WIDTH_MULTIPLE = chunked_loss.CHUNK_ELEMENTS = 16
+    head_module.WIDTH_MULTIPLE = head_module.CHUNK_ELEMENTS = 16
     worker = Worker(folder)
     worker.run_plain_loop = lambda training: None  # the reference is one rank without NF4
     if worker.rank == 0:

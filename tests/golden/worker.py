@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launcher.checkpoint.state import model_and_optimizer
 from launcher.distributed.rank_layout import RankLayout
-from launcher.models import chunked_loss
+from launcher.models import head as head_module
 from launcher.recipe.load import load_recipe
 from launcher.training.setup import assemble
 from tests.golden.cases import CASES, RECIPES, TWO_RANKS, recipe_arguments
@@ -98,7 +98,7 @@ def lines_of(name, ranks):
     yield f"checkpoint: {digest(model_and_optimizer(training.wrapped.module, training.optimizer))}"
 
 
-DEFAULT_CHUNK = chunked_loss.CHUNK_ELEMENTS
+DEFAULT_CHUNK = head_module.CHUNK_ELEMENTS
 
 
 def main():

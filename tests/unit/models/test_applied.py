@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from launcher.models.applied import Applied, applied
-from launcher.models.chunked_loss import Head
+from launcher.models.head import Head
 from launcher.recipe.load import load_recipe
 from launcher.training.model import prepare_model
 from tests import REPOSITORY

@@ -9,10 +9,10 @@ import transformers
 from torch.nn.functional import cross_entropy, kl_div
 
 from launcher.errors import RecipeError
-from launcher.models import chunked_loss
+from launcher.models import head as head_module
 from launcher.models.applied import applied
 from launcher.models.build import build_model
-from launcher.models.chunked_loss import Head, logits_transform
+from launcher.models.head import Head, logits_transform
 from launcher.models.initialization import random_weights
 from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.objectives.distillation import Distillation as Objective
@@ -96,7 +96,7 @@ def direct(logits, targets, teacher, settings, weights):
 def test_loss_and_gradients_are_those_of_full_logits(
     monkeypatch, top_k, temperature, weight, softcap, weighted
 ):
-    monkeypatch.setattr(chunked_loss, "CHUNK_ELEMENTS", 64 * TOKENS)  # several chunks, one partial
+    monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", 64 * TOKENS)  # several chunks, one partial
     settings = Distillation(teacher="x", top_k=top_k, temperature=temperature, weight=weight)
     batch, plain = micro_batch(), model_of(1, softcap=softcap)
     model, teacher = model_of(1, softcap=softcap, chunked=True), model_of(2, softcap=softcap)

@@ -6,7 +6,7 @@ import transformers
 
 from launcher.models.applied import applied
 from launcher.models.build import embeddings
-from launcher.models.chunked_loss import Head, logits_transform
+from launcher.models.head import Head, logits_transform
 from launcher.models.micro_batch import MicroBatch
 from launcher.models.predictions import cross_entropies
 from tests.image_models import make_model

@@ -25,7 +25,7 @@ from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
 from launcher.models.applied import applied
 from launcher.models.build import build_model, embeddings
-from launcher.models.chunked_loss import Head, logits_transform
+from launcher.models.head import Head, logits_transform
 from launcher.models.load import starting_weights
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives.loss import summed_loss

@@ -22,10 +22,10 @@ from launcher.data.batching import NO_SAMPLE
 from launcher.data.packing import separate_pairs
 from launcher.data.token_store import TokenStore
 from launcher.errors import RecipeError
-from launcher.models import chunked_loss
+from launcher.models import head as head_module
 from launcher.models.applied import applied
 from launcher.models.attention import isolate_documents
-from launcher.models.chunked_loss import Head, Transform
+from launcher.models.head import Head, Transform
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives import preference
 from launcher.objectives.answers import answer_log_probabilities, check_model
@@ -148,8 +148,8 @@ def loss_and_norm(dataset, model, indices=None):
 @pytest.mark.parametrize("loss", [*TRL])
 def test_losses_gradients_and_metrics_are_those_of_trl(loss, packing, chunked, monkeypatch):
     if chunked == "chunks":  # 64 is the least width: split it for this vocabulary
-        monkeypatch.setattr(chunked_loss, "CHUNK_ELEMENTS", 2**4)
-        monkeypatch.setattr(chunked_loss, "WIDTH_MULTIPLE", 16)
+        monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", 2**4)
+        monkeypatch.setattr(head_module, "WIDTH_MULTIPLE", 16)
     dataset = with_reference(dataset_of(PAIRS, packing=packing), loss)
     model = prepared(0.05, chunked=chunked != "full logits")
     found, norm, metrics = loss_and_norm(dataset, model)

@@ -10,7 +10,7 @@ from launcher.data.batching import NO_SAMPLE
 from launcher.data.opening import open_dataset
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
-from launcher.models import chunked_loss
+from launcher.models import head as head_module
 from launcher.objectives.target_loss import load_target_loss
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Objective
@@ -63,8 +63,8 @@ def test_the_cross_entropy_written_by_a_user_is_the_launchers(
     folder, monkeypatch, function, chunked
 ):
     """With weights, with two sources, with several parts of the targets, and without targets."""
-    monkeypatch.setattr(chunked_loss, "CHUNK_ELEMENTS", 64 * 5)
-    monkeypatch.setattr(chunked_loss, "WIDTH_MULTIPLE", 16)
+    monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", 64 * 5)
+    monkeypatch.setattr(head_module, "WIDTH_MULTIPLE", 16)
     (folder / "own.yaml").write_text(RECIPE.replace("FUNCTION", function))
     found = []
     for own in ([], ["objective=null"]):

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from launcher.errors import RecipeError
 from launcher.models.build import find_blocks
-from launcher.models.chunked_loss import Chunking, Transform, linear_cross_entropy
+from launcher.models.head import Chunking, Transform, linear_cross_entropy
 from launcher.models.lora import add_adapters
 from launcher.models.nf4_layers import quantize_blocks
 from launcher.models.tensor_parallel import PlannedMesh, apply_tensor_parallel

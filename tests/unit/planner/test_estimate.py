@@ -6,8 +6,8 @@ import json
 import pytest
 import torch
 
-from launcher.models import chunked_loss
-from launcher.models.chunked_loss import chunk_width
+from launcher.models import head as head_module
+from launcher.models.head import chunk_width
 from launcher.planner import profile
 from launcher.planner.estimate import estimate_memory
 from launcher.planner.machine import known_machine
@@ -337,7 +337,7 @@ def test_profile_of_a_compiled_model_compiles_nothing(load, monkeypatch):
     def backend(graph, inputs):
         raise AssertionError("compiled")
 
-    monkeypatch.setattr(chunked_loss, "_compiled", lambda f: torch.compile(f, backend=backend))
+    monkeypatch.setattr(head_module, "_compiled", lambda f: torch.compile(f, backend=backend))
     recipe = load(*SMALL, "model.compile=true", "model.config.num_hidden_layers=2")
     prepared = profile.prepare_model(recipe, device=torch.device("cpu"))
     shapes = profile.profile_of_shapes(prepared, recipe, device="cpu")

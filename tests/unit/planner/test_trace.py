@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.console import bytes_as_text
-from launcher.models import chunked_loss, linear_chunks, tracing
+from launcher.models import head as head_module
+from launcher.models import linear_chunks, tracing
 from launcher.models.micro_batch import MicroBatch
 from launcher.planner import plan, trace
 from launcher.planner.estimate import estimate_memory
@@ -240,7 +241,7 @@ def keeping_logits(written, keep):
 
 
 def test_kept_logits_are_traced(monkeypatch):
-    monkeypatch.setattr(chunked_loss, "CHUNK_ELEMENTS", 2**15)
+    monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", 2**15)
     settings = {"ranks": 2, "device": "cuda", "micro_batches": 2}
     for precision, size in ((None, 4), (MixedPrecision(), 2)):
         changed = recipe(layers=1, mixed_precision=precision)
@@ -260,7 +261,7 @@ def test_kept_logits_are_traced(monkeypatch):
 
 @pytest.mark.parametrize("keep_logits", [False, True], ids=["", "kept"])
 def test_chunks_of_the_loss_that_are_left_out_change_nothing(monkeypatch, keep_logits):
-    monkeypatch.setattr(chunked_loss, "CHUNK_ELEMENTS", 2**12)
+    monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", 2**12)
     settings = {"ranks": 2, "device": "cuda", "micro_batches": 2}
     changed, calls = keeping_logits(recipe(layers=1), keep_logits), []
     fewer = trace_step(changed, **settings)

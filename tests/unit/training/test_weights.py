@@ -21,9 +21,9 @@ from launcher.data.token_store import ModelInputs, open_store
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
-from launcher.models import chunked_loss
+from launcher.models import head as head_module
 from launcher.models.applied import applied
-from launcher.models.chunked_loss import Head, Transform
+from launcher.models.head import Head, Transform
 from launcher.models.micro_batch import IGNORED, MicroBatch, RowPart
 from launcher.objectives.base import dataset_objective
 from launcher.objectives.loss import summed_loss
@@ -211,7 +211,7 @@ def reference(model, rows):
 def test_loss_is_the_weighted_mean(tmp_path, monkeypatch, packing, width):
     """Over micro-batches, with full logits and in chunks."""
     if width is not None:
-        monkeypatch.setattr(chunked_loss, "chunk_width", lambda *_: width)
+        monkeypatch.setattr(head_module, "chunk_width", lambda *_: width)
     found = opened(tmp_path, packing=packing)
     expected = reference(plain := small_model(chunked=False), ROWS)
     expected_gradients = gradients(plain, expected)

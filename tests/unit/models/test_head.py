@@ -13,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from launcher.data.collation import collate_sequences
-from launcher.models import chunked_loss
+from launcher.models import head as head_module
 from launcher.models.applied import applied
 from launcher.models.build import build_model, embeddings
-from launcher.models.chunked_loss import (
+from launcher.models.head import (
     IGNORED,
     Chunking,
     Head,
@@ -40,7 +40,7 @@ SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2}
 @pytest.fixture
 def small_chunks(monkeypatch):
     """Sets chunks of 64 vocabulary entries for 32 tokens."""
-    monkeypatch.setattr(chunked_loss, "CHUNK_ELEMENTS", 32 * 64)
+    monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", 32 * 64)
 
 
 def random_leaf(*shape, dtype=torch.float32):
@@ -88,12 +88,12 @@ def test_gpu_and_compiled_operators_give_the_same_loss(transform, dtype, monkeyp
 
     expected = results()
     with monkeypatch.context() as patch:
-        patch.setattr(chunked_loss, "_copies_to_cast", lambda tensor: False)
+        patch.setattr(head_module, "_copies_to_cast", lambda tensor: False)
         assert all(map(torch.equal, results(), expected))
     # The graphs are those that Inductor gets; it would take a minute with a C++ compiler
     torch._dynamo.reset()
     compiled = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
-    monkeypatch.setattr(chunked_loss, "_compiled", functools.cache(compiled))
+    monkeypatch.setattr(head_module, "_compiled", functools.cache(compiled))
     rounding = 1e-6 if dtype == torch.float32 else 1e-3
     for found, wanted in zip(results(compile=True), expected, strict=True):
         assert (found - wanted).norm() <= rounding * wanted.norm()
@@ -102,7 +102,7 @@ def test_gpu_and_compiled_operators_give_the_same_loss(transform, dtype, monkeyp
 
 def test_operators_move_few_bytes_for_each_logit(monkeypatch):
     """In bfloat16 with eager operators of a GPU, without the features, which depend on the model."""
-    monkeypatch.setattr(chunked_loss, "_copies_to_cast", lambda tensor: False)
+    monkeypatch.setattr(head_module, "_copies_to_cast", lambda tensor: False)
     with FakeTensorMode():
         inputs, weight = (torch.empty(n, 1, dtype=torch.bfloat16) for n in (4096, 2**14))
         loss_of = linear_cross_entropy
@@ -113,7 +113,7 @@ def test_operators_move_few_bytes_for_each_logit(monkeypatch):
         logits = torch.empty(4096, 2**13, dtype=torch.bfloat16)
         arguments = (torch.zeros(4096, 1), targets[:, None], torch.ones(4096, 1), Transform())
         with Traffic() as backward:
-            chunked_loss._gradient(logits, *arguments)
+            head_module._gradient(logits, *arguments)
     assert forward / (4096 * 2**14) == pytest.approx(22, abs=0.1)
     # A product writes the logits, and two read their gradient
     assert backward.bytes / logits.numel() + 2 + 4 == pytest.approx(26, abs=0.1)
@@ -185,7 +185,7 @@ def test_chunk_width(tokens, vocabulary, width):
 @pytest.mark.parametrize("transform", [Transform(), Transform(0.25), Transform(1.5, 4.0)], ids=str)
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["", "operators of GPUs"])
 def test_kept_logits_give_the_same_bits(transform, dtype, on_gpu, monkeypatch):
-    monkeypatch.setattr(chunked_loss, "_copies_to_cast", lambda tensor: not on_gpu)
+    monkeypatch.setattr(head_module, "_copies_to_cast", lambda tensor: not on_gpu)
     shapes = (32, 8), (300, 8), (300,)
     inputs, weight, bias = leaves = [random_leaf(*shape, dtype=dtype) for shape in shapes]
     targets = torch.randint(300, (32,), generator=torch.Generator().manual_seed(1))
@@ -229,7 +229,7 @@ def test_kept_logits_are_computed_once():
 
 def test_passes_without_gradients_keep_no_logits(monkeypatch):
     inputs, weight = random_leaf(32, 8), random_leaf(320, 8)
-    made, plain = [], chunked_loss.logits_of
+    made, plain = [], head_module.logits_of
 
     def recorded(*arguments):
         assert sum(ref() is not None for ref in made) <= 1
@@ -237,7 +237,7 @@ def test_passes_without_gradients_keep_no_logits(monkeypatch):
         made.append(weakref.ref(logits))
         return logits
 
-    monkeypatch.setattr(chunked_loss, "logits_of", recorded)
+    monkeypatch.setattr(head_module, "logits_of", recorded)
     chunking = Chunking(Transform(), 64, keep_logits=True)
     with torch.no_grad():
         linear_cross_entropy(inputs, weight, None, torch.randint(320, (32,)), chunking)
@@ -255,7 +255,7 @@ def test_the_loss_is_compiled_once(vocabulary, keep, monkeypatch):
 
     torch._dynamo.reset()
     monkeypatch.setattr(
-        chunked_loss, "_compiled", functools.cache(lambda f: torch.compile(f, backend=backend))
+        head_module, "_compiled", functools.cache(lambda f: torch.compile(f, backend=backend))
     )
     inputs, weight = random_leaf(32, 8), random_leaf(vocabulary, 8)
     chunking = Chunking(Transform(), 64, True, keep_logits=keep)
