@@ -25,6 +25,8 @@ from torch.nn.attention import varlen
 
 from launcher.distributed.hardware import find_gpu
 from launcher.errors import RecipeError, first_line
+from launcher.libraries import families
+from launcher.libraries.families import BOUNDS, layer_kind
 from launcher.libraries.private import (
     attention_choice,
     attention_implementation,
@@ -53,21 +55,10 @@ VARLEN, DIVIDED_ROWS = "launcher_varlen", "launcher_divided_rows"
 context parallelism, which has no masks either."""
 LARGEST_HEAD = 256
 """The largest head size of torch's variable-length kernel, FlashAttention-2."""
-_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 )
 """What the kernel needs for fewer key and value heads than query heads: nothing in torch 2.11."""
-_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-_OF_ONE_TOKEN = {"mlp", "moe"}
-"""Kinds of layers, in the layer_types of configs: those that only attend, those that are recurrent,
-also beside attention (hybrid), and those that see each token for itself."""
-_NOT_ATTENDING = {"linear_attention", "conv", *_OF_ONE_TOKEN}
-_WITHOUT_POSITIONS = ("afmoe", "gpt_oss", "granitemoehybrid")
-"""Types of text models that do not show `position_ids` to the masks that they make, so that these
-do not keep documents apart (transformers 5.23)."""
-
 logger = logging.getLogger(__name__)
 
 planned_gpu = ContextVar[str | None]("planned_gpu", default=None)
@@ -104,11 +95,11 @@ def isolate_documents(
         return "mask"  # the kernel knows no chunks
     bounds = torch.zeros(2, dtype=torch.int32, device="meta")
     positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    inputs = dict(zip(_BOUNDS, (bounds, bounds, 2, 2), strict=True)) | {"position_ids": positions}
+    inputs = dict(zip(BOUNDS, (bounds, bounds, 2, 2), strict=True)) | {"position_ids": positions}
     widest = LARGEST_HEAD if device.type == "cuda" else math.inf
 
     def has_bounds(call: Call) -> bool:
-        return all(call.get(key) is not None for key in _BOUNDS)
+        return all(call.get(key) is not None for key in BOUNDS)
 
     without_sdpa = implementation == "eager" and attention == "auto"
 
@@ -124,11 +115,11 @@ def isolate_documents(
         passed = _use_varlen(model, inputs, fits, for_sinks=without_sdpa)
         if passed and device.type == "cuda" and torch.cuda.is_available():
             _use_flash_attention_3(device)
-    if not passed and model.config.model_type == "qwen2_5_vl":
+    if not passed and model.config.model_type in families.TEXT_POSITIONS_FIRST:
         decoder = model.get_decoder()
         decoder.register_forward_pre_hook(_with_text_positions, with_kwargs=True)
     text = model.config.get_text_config(decoder=True)
-    if not passed and text.model_type in _WITHOUT_POSITIONS:
+    if not passed and text.model_type in families.WITHOUT_POSITIONS:
         hook = functools.partial(_with_masks, text, compute_dtype)
         model.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
     return "varlen" if passed else "mask"
@@ -147,7 +138,7 @@ def _with_masks(
     config: PreTrainedConfig, dtype: torch.dtype, module: nn.Module, args: object, inputs: Call
 ) -> tuple[object, Call]:
     """Makes the masks of packed documents, for each kind of layer, as for `generate`: a model of
-    `_WITHOUT_POSITIONS` takes them. config: of the text model. dtype: of computation."""
+    `WITHOUT_POSITIONS` takes them. config: of the text model. dtype: of computation."""
     from transformers.masking_utils import create_masks_for_generate
 
     positions = inputs.get("position_ids")
@@ -177,9 +168,11 @@ def refuse_other_layers(
     another way than by attention to all earlier tokens of a document or window. packed: rows keep
     their documents apart: recurrent layers compute each by itself, and transformers' masks count
     chunks in each."""
-    name, others = type(model).__name__, set(_layer_types(model)) - _ATTENTION - _OF_ONE_TOKEN
-    separated = packed and others <= _RECURRENT and can_separate_documents(model)
-    if (others or is_stateful(model)) and not separated:
+    name, kinds = type(model).__name__, _layer_types(model)
+    separates = packed and can_separate_documents(model)
+    others = families.unpackable_layers(kinds, recurrent=separates)
+    if others or (is_stateful(model) and not separates):
+        others = families.unpackable_layers(kinds, recurrent=False)
         what = ", ".join(sorted(others)) or "a state"
         raise RecipeError(
             f"{key}: {name} has layers ({what}) that carry information from one token to the "
@@ -372,7 +365,7 @@ def _all_calls(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = attention_implementation(model)
-    kinds = (kind for kind in _layer_types(model) if kind not in _NOT_ATTENDING)
+    kinds = (kind for kind in _layer_types(model) if layer_kind(kind).attends)
     layer_types = list(kinds) or ["attention"]
     fitting: list[bool] = []
 
@@ -495,7 +488,7 @@ def _bounds_of_rows(query: torch.Tensor) -> Call:
     """The arguments that make each row one document."""
     batch, _, tokens, _ = query.shape
     ends = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * tokens
-    return dict(zip(_BOUNDS, (ends, ends, tokens, tokens), strict=True))
+    return dict(zip(BOUNDS, (ends, ends, tokens, tokens), strict=True))
 
 
 @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
@@ -700,7 +693,7 @@ def check_isolation(
         inputs["documents"] = documents_at(positions.numpy())
     if masking == "varlen":
         bounds = torch.tensor([0, 8, 16], dtype=torch.int32)
-        inputs |= dict(zip(_BOUNDS, (bounds, bounds, 8, 8), strict=True))
+        inputs |= dict(zip(BOUNDS, (bounds, bounds, 8, 8), strict=True))
     inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
     training = model.training
     model.eval()

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
+from launcher.libraries import families
 from launcher.libraries.private import block_classes
 from launcher.models.applied import applied
 from launcher.models.config_overrides import changed_config
@@ -32,18 +33,6 @@ from launcher.recipe.schema import Model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-_DECODERS = {"gpt_neox", "gpt_neox_japanese"}
-"""Decoders whose configs have an `is_decoder` of false, which their code does not read."""
-_NOT_ON_TEXT = {
-    "ernie4_5_vl_moe": "its layers have experts of images, which text does not use",
-    "git": "its layers and its vision tower are one model",
-    "diffusion_gemma": "it denoises blocks of tokens, and does not predict the next one",
-    "kosmos-2": "it needs an image in each forward pass",
-    "paligemma": "its tokens of a text see the ones after them",
-}
-"""Types of models of images and text that cannot be trained on text alone, and why, where neither
-their config nor the arguments of their class say so (transformers 5.23)."""
 
 
 def is_pretrained(model: Model) -> bool:
@@ -152,8 +141,7 @@ def largest_of_layers(config: Any, name: str) -> int:
 
 def experts_of_token(config: Any) -> int:
     """The number of experts that a token is sent to; 0 if the config has none."""
-    names = ("num_experts_per_tok", "top_k_experts")  # the second is of Gemma 4
-    return max(largest_of_layers(config, name) for name in names)
+    return max(largest_of_layers(config, name) for name in families.EXPERTS_PER_TOKEN)
 
 
 def _check_positions(model: PreTrainedModel, length: int, folder: Path | None) -> None:
@@ -230,12 +218,12 @@ def _refuse_config(model: Model, config: PreTrainedConfig) -> None:
 
     key = "model.config" if model.path is None else "model.path"
     causal, kind = model.task == "causal_lm", config.model_type
-    why = _NOT_ON_TEXT.get(kind)
+    why = families.NOT_ON_TEXT.get(kind)
     if has_other_inputs(config) and config.is_encoder_decoder:
         why = "it is an encoder-decoder"
     if causal and why is not None:
         raise RecipeError(f"{key}: {kind} cannot be trained on text alone: {why}")
-    if causal and kind not in _DECODERS and getattr(config, "is_decoder", None) is False:
+    if causal and kind not in families.DECODERS and getattr(config, "is_decoder", None) is False:
         instead = "give a causal language model"
         instead = instead if model.path else "set model.config.is_decoder=true"
         raise RecipeError(
@@ -534,47 +522,37 @@ def _attention_layers(config: Any) -> Iterator[tuple[float, float]]:
     """For each layer with attention: the sizes of its keys and values of all heads, added, and its
     window (infinity: none). A recurrent layer has parameters only."""
     layers = layer_configs(config)
-    names = ("layer_types", "layers_block_type")
-    types = next((found for name in names if (found := getattr(config, name, None))), None)
+    keys = families.LAYER_KEYS
+    types = next((found for key in keys if (found := getattr(config, key, None))), None)
     slides = getattr(config, "use_sliding_window", True)
     if types is None:
         windows = slides and largest_of_layers(config, "sliding_window")
         types = ["sliding_attention" if windows else "attention"] * config.num_hidden_layers
     if len(layers) == 1:
         layers = layers * len(types)
-    for kind, layer in zip(types, layers, strict=True):
-        if kind in _WITHOUT_ATTENTION:
+    for name, layer in zip(types, layers, strict=True):
+        kind = families.layer_kind(name)
+        if not kind.attends:
             continue
         heads = getattr(layer, "num_attention_heads", None) or 1
         head = getattr(layer, "head_dim", None) or layer.hidden_size / heads
-        if kind == "full_attention":  # Gemma 4 in transformers 5.17
+        if name == "full_attention":  # Gemma 4 in transformers 5.17
             head = getattr(layer, "global_head_dim", None) or head
         keys = values = heads * head
         if rotated := getattr(layer, "qk_rope_head_dim", None):  # multi-head latent attention
             keys = heads * (getattr(layer, "qk_nope_head_dim", 0) + rotated)
             values = heads * (getattr(layer, "v_head_dim", None) or head)
-        limit = _WINDOWS.get(kind, "")
+        limit = kind.window or ""
         window = getattr(layer, limit, None) if slides or limit != "sliding_window" else None
         yield keys + values, float(window or math.inf)
-
-
-_WINDOWS = {
-    "sliding_attention": "sliding_window",
-    "hybrid_sliding": "sliding_window",
-    "chunked_attention": "attention_chunk_size",
-    "indexed_attention": "index_topk",
-}
-"""By type of layer: the key of a config with the number of tokens that a token attends to."""
-_WITHOUT_ATTENTION = ("linear_attention", "mamba", "conv", "moe", "mlp", "sparse", "dense")
-"""Types of layers whose operations do not depend on the length of a document."""
 
 
 def _used_parameters(
     module: nn.Module, config: object
 ) -> Iterator[tuple[str, nn.Parameter, float]]:
     """Each parameter by name, and how many of its elements a token uses: some of the experts."""
-    counts = ("num_experts", "num_local_experts", "n_routed_experts")
-    experts = next((n for name in counts if (n := largest_of_layers(config, name))), 1)
+    counts = (largest_of_layers(config, name) for name in families.EXPERT_COUNTS)
+    experts = next((count for count in counts if count), 1)
     share = (experts_of_token(config) or experts) / experts
     for name, parameter in module.named_parameters():
         yield name, parameter, shape_of(parameter).numel() * (share if ".experts." in name else 1.0)

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn.functional import embedding
 
+from launcher.libraries.families import BOUNDS, CONVOLUTIONS, SCANS, STATE_DECAY
 from launcher.libraries.private import (
     FakeTensor,
     kernel_functions,
@@ -33,12 +34,6 @@ from launcher.models.build import find_blocks
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_SCANS = {"torch_chunk_gated_delta_rule": "fla", "mamba2_chunk_scan": "mamba_ssm"}
-"""Functions of transformers that take the bounds of documents if this package is installed (5.23).
-Without it they raise."""
-_CONVOLUTION = {"causal_conv1d_fn": "causal_conv1d"}
-_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Arguments of attention, which models pass to all layers."""
 _MOST_PADDING = 2
 """A batch of documents has at most this many times their tokens."""
 
@@ -100,7 +95,7 @@ def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
         for name, each in module.named_modules(prefix=block):
             inside = any(name.startswith(f"{outer}.") for outer in found)
             convolves = any(isinstance(child, nn.Conv1d) for child in each.children())
-            decays = any(own == "A_log" for own, _ in each.named_parameters(recurse=False))
+            decays = any(own == STATE_DECAY for own, _ in each.named_parameters(recurse=False))
             if not inside and (convolves or decays):
                 found[name] = each
     return found
@@ -184,9 +179,9 @@ def _kernels_take_bounds(layer: nn.Module) -> bool:
     """Whether the functions that a layer calls take the bounds of documents here. Read in
     transformers 5.23; these kernels have not been run."""
     called = set(inspect.unwrap(type(layer).forward).__code__.co_names)
-    scans = called & _SCANS.keys()
-    packages = {(_SCANS | _CONVOLUTION)[name] for name in called & (_SCANS | _CONVOLUTION).keys()}
-    has_state = any(name.endswith("A_log") for name, _ in layer.named_parameters())
+    scans = called & SCANS.keys()
+    packages = {(SCANS | CONVOLUTIONS)[name] for name in called & (SCANS | CONVOLUTIONS).keys()}
+    has_state = any(name.endswith(STATE_DECAY) for name, _ in layer.named_parameters())
     if not packages or (has_state and not scans):
         return False
     return all(importlib.util.find_spec(package) is not None for package in packages)
@@ -205,7 +200,7 @@ def _by_document(
 ) -> Any:
     """The layer's forward for each document of (rows, tokens, features). Not compiled: a graph
     would depend on the number of documents and on their lengths."""
-    for name in _BOUNDS:
+    for name in BOUNDS:
         options.pop(name, None)
     documents: Documents | None = current.documents
     if documents is None:
