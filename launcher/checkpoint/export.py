@@ -24,9 +24,10 @@ from launcher.data.run_data import (
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.errors import RecipeError
 from launcher.files import replace_folder
-from launcher.models.build import checkpoint_folder, find_blocks, is_pretrained
+from launcher.models.build import checkpoint_folder, is_pretrained
 from launcher.models.changes import adapt, build_with_tokens
 from launcher.models.config_files import set_dtype
+from launcher.models.description import find_blocks
 from launcher.models.hugging_face_files import (
     LABELS,
     PROCESSOR,

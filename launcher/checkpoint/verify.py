@@ -26,14 +26,9 @@ from launcher.data.tokenizer import tokenizer_name
 from launcher.data.tokenizer_files import limit_pixels
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
-from launcher.models.build import (
-    auto_class,
-    class_count,
-    is_classifier,
-    text_config,
-    vocabulary_size,
-)
+from launcher.models.build import auto_class
 from launcher.models.config_files import problems_of_older_readers
+from launcher.models.description import class_count, is_classifier, text_config, vocabulary_size
 from launcher.models.hugging_face_files import PROCESSOR, exported_tensors
 from launcher.models.images import features_of
 from launcher.models.new_rows import grow_vocabulary, ids_of_adapter

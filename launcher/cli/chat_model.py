@@ -42,7 +42,7 @@ from launcher.data.tokenizer import (
 )
 from launcher.data.tokenizer_files import pixel_limit
 from launcher.errors import RecipeError
-from launcher.models.build import text_config
+from launcher.models.description import text_config
 from launcher.models.hugging_face_files import end_ids
 from launcher.models.safetensors_files import ADAPTER_CONFIG
 from launcher.recipe import schema

@@ -36,7 +36,7 @@ from launcher.libraries.private import (
     varlen_forward,
 )
 from launcher.models import tracing
-from launcher.models.build import (
+from launcher.models.description import (
     has_other_inputs,
     largest_of_layers,
     layer_configs,

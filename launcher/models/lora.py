@@ -14,7 +14,7 @@ from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.models.applied import applied
-from launcher.models.build import embeddings, find_blocks, is_classifier, parts_without_text
+from launcher.models.description import embeddings, find_blocks, is_classifier, parts_without_text
 from launcher.models.dora import Dora
 from launcher.models.expert_adapters import (
     add_factors,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional
 
 from launcher.errors import RecipeError
-from launcher.models.build import embeddings
+from launcher.models.description import embeddings
 from launcher.models.initialization import clean_name
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ from launcher.libraries.private import (
     tree_leaves,
     tree_map_only,
 )
-from launcher.models.build import find_blocks
+from launcher.models.description import find_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -26,7 +26,7 @@ from launcher.libraries.families import COLUMN, EMBEDDING, GATHERED, ROW, SPLIT,
 from launcher.libraries.private import REDISTRIBUTE_LOGGER
 from launcher.models import nf4
 from launcher.models.applied import applied
-from launcher.models.build import (
+from launcher.models.description import (
     embeddings,
     largest_of_layers,
     layer_configs,

@@ -33,7 +33,7 @@ from launcher.distributed.process_group import from_rank_0, gather
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError, TrainingError
 from launcher.files import checksum_of
-from launcher.models.build import vocabulary_size
+from launcher.models.description import vocabulary_size
 from launcher.models.head import computes_loss
 from launcher.models.micro_batch import Masking, MicroBatch
 from launcher.objectives.kept_files import TeacherFile, top_k_dtype

@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from launcher.models.build import (
+from launcher.models.changes import divide_layers
+from launcher.models.description import (
     embeddings,
     experts_of_token,
     largest_of_layers,
     layer_configs,
     text_config,
 )
-from launcher.models.changes import divide_layers
 from launcher.models.experts import find_experts
 from launcher.models.images import unused_modules
 from launcher.models.nf4 import is_packed, shape_of

@@ -30,7 +30,7 @@ from launcher.libraries.private import (
     tree_leaves,
     tree_map_only,
 )
-from launcher.models.build import embeddings, text_config
+from launcher.models.description import embeddings, text_config
 from launcher.models.head import chunk_width
 from launcher.models.initialization import clean_name, materialize
 from launcher.objectives.synthetic import SyntheticData

@@ -17,8 +17,8 @@ from launcher.data.dataset import SequenceDataset
 from launcher.data.loader import expected_padding
 from launcher.libraries.private import attention_implementation
 from launcher.models.attention import attention_kernels
-from launcher.models.build import parts_without_text
 from launcher.models.config_overrides import config_changes
+from launcher.models.description import parts_without_text
 from launcher.models.float8 import describe_float8
 from launcher.models.head import computes_loss
 from launcher.models.initialization import clean_name

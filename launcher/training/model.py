@@ -29,13 +29,6 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.applied import applied
 from launcher.models.attention import check_isolation, missing_for_varlen
-from launcher.models.build import (
-    class_count,
-    find_blocks,
-    outer_units,
-    parts_without_text,
-    vocabulary_size,
-)
 from launcher.models.changes import (
     build_with_tokens,
     change_forward,
@@ -44,6 +37,13 @@ from launcher.models.changes import (
     divide_rows,
 )
 from launcher.models.context_parallel import check_context_parallel
+from launcher.models.description import (
+    class_count,
+    find_blocks,
+    outer_units,
+    parts_without_text,
+    vocabulary_size,
+)
 from launcher.models.head import computes_loss
 from launcher.models.images import tower_blocks, unused_modules
 from launcher.models.initialization import clean_name

@@ -30,14 +30,8 @@ from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import tokenizer_name
 from launcher.distributed.hardware import peak_flops
 from launcher.distributed.rank_layout import RankLayout
-from launcher.models.build import (
-    TokenFlops,
-    class_count,
-    embeddings,
-    padding_id,
-    recomputed_flops,
-    token_flops,
-)
+from launcher.models.description import class_count, embeddings, padding_id
+from launcher.models.flops import TokenFlops, recomputed_flops, token_flops
 from launcher.models.head import chunk_width
 from launcher.models.hugging_face_files import export_hugging_face
 from launcher.objectives.base import BeforeTraining, dataset_objective

@@ -29,8 +29,8 @@ import transformers
 
 from launcher.distributed.rank_layout import RankLayout
 from launcher.models import safetensors_files
-from launcher.models.build import (
-    build_model,
+from launcher.models.build import build_model
+from launcher.models.description import (
     find_blocks,
     modules_without_text,
     outer_units,

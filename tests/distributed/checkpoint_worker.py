@@ -28,7 +28,8 @@ from launcher.checkpoint.reader import find_checkpoint, load, read_local
 from launcher.checkpoint.state import model_and_optimizer, rank_state, restore_rank_state
 from launcher.checkpoint.writer import Checkpointer, checkpoint_group
 from launcher.distributed.rank_layout import RankLayout
-from launcher.models.build import build_model, find_blocks
+from launcher.models.build import build_model
+from launcher.models.description import find_blocks
 from launcher.models.load import starting_weights
 from launcher.models.lora import add_adapters
 from launcher.optimizers.optimizer import create_state, make_optimizer

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launcher.models import head as head_module
 from launcher.models import nf4, nf4_layers
-from launcher.models.build import find_blocks
+from launcher.models.description import find_blocks
 from tests.distributed.equivalence_worker import OFFLOAD, Worker
 from tests.distributed.launching import end_worker
 

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from launcher.checkpoint.export import open_exported_weights
 from launcher.errors import RecipeError
-from launcher.models.build import build_model, find_blocks
+from launcher.models.build import build_model
+from launcher.models.description import find_blocks
 from launcher.models.expert_adapters import file_form, is_factor, model_form
 from launcher.models.grouped_experts import low_rank_product
 from launcher.models.initialization import random_weights

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from launcher.errors import RecipeError
 from launcher.models import float8
 from launcher.models.attention import planned_gpu
-from launcher.models.build import find_blocks
+from launcher.models.description import find_blocks
 from launcher.models.float8 import describe_float8, is_float8, use_float8
 from tests import REPOSITORY
 

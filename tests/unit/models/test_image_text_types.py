@@ -9,7 +9,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from launcher.errors import RecipeError
 from launcher.libraries.private import attention_implementation
 from launcher.models.attention import isolate_documents
-from launcher.models.build import build_model, find_blocks, parts_without_text
+from launcher.models.build import build_model
+from launcher.models.description import find_blocks, parts_without_text
 from launcher.models.initialization import random_weights
 from launcher.models.recurrent import documents_at, separate_documents
 from launcher.recipe.model_config import why_not_packed

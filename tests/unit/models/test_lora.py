@@ -17,7 +17,8 @@ from launcher.checkpoint.export import open_exported_weights
 from launcher.errors import RecipeError
 from launcher.models import float8, nf4_layers
 from launcher.models.adapter_files import adapter_loader
-from launcher.models.build import build_model, find_blocks
+from launcher.models.build import build_model
+from launcher.models.description import find_blocks
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.objectives.preference import Preference

@@ -14,13 +14,9 @@ from torch import nn
 from launcher.cli.main import main
 from launcher.errors import RecipeError
 from launcher.models import philox
-from launcher.models.build import (
-    build_model,
-    find_blocks,
-    recomputed_flops,
-    token_flops,
-    vocabulary_size,
-)
+from launcher.models.build import build_model
+from launcher.models.description import find_blocks, vocabulary_size
+from launcher.models.flops import recomputed_flops, token_flops
 from launcher.models.initialization import initialize, materialize, random_weights
 from launcher.models.load import starting_weights
 from launcher.recipe.schema import Model

@@ -10,7 +10,8 @@ import transformers
 from launcher.checkpoint import verify
 from launcher.diagnostics.selftest import shrunk
 from launcher.errors import RecipeError
-from launcher.models.build import parts_without_text, token_flops
+from launcher.models.description import parts_without_text
+from launcher.models.flops import token_flops
 from launcher.models.micro_batch import MicroBatch
 from launcher.models.predictions import cross_entropies
 from launcher.models.recurrent import documents_at

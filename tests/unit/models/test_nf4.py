@@ -15,7 +15,8 @@ from launcher.checkpoint import export
 from launcher.errors import RecipeError
 from launcher.models import nf4, nf4_layers
 from launcher.models.attention import isolate_documents
-from launcher.models.build import build_model, find_blocks
+from launcher.models.build import build_model
+from launcher.models.description import find_blocks
 from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.initialization import clean_name, random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights

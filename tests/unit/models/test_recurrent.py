@@ -19,7 +19,7 @@ from launcher.data.packing import separate_pairs
 from launcher.errors import RecipeError
 from launcher.models import recurrent
 from launcher.models.attention import check_isolation, isolate_documents
-from launcher.models.build import find_blocks
+from launcher.models.description import find_blocks
 from launcher.models.initialization import materialize
 from launcher.models.recurrent import (
     documents_at,

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from launcher.errors import RecipeError
-from launcher.models.build import find_blocks
+from launcher.models.description import find_blocks
 from launcher.models.head import Chunking, Transform, linear_cross_entropy
 from launcher.models.lora import add_adapters
 from launcher.models.nf4_layers import quantize_blocks

@@ -11,7 +11,8 @@ from torch import nn
 
 from launcher.distributed.rank_layout import RankLayout
 from launcher.libraries.private import fsdp_groups
-from launcher.models.build import build_model, find_blocks, outer_units
+from launcher.models.build import build_model
+from launcher.models.description import find_blocks, outer_units
 from launcher.models.initialization import clean_name, random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
