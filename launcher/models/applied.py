@@ -15,6 +15,8 @@ class Applied:
     """The changes of a model, in the order of `launcher.models.changes`. A copy of the model has a
     copy of its record."""
 
+    description: Any = field(default=None, compare=False, repr=False)
+    """The `ModelDescription`; None: it has not been asked for. (Its module imports this one.)"""
     conversions: list[Any] = field(default_factory=list)
     """transformers' conversions from the tensors of its checkpoint to its own (`tensor_names.py`)."""
     draws: dict[str, list[Any]] = field(default_factory=dict)

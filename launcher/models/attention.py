@@ -37,6 +37,7 @@ from launcher.libraries.private import (
 )
 from launcher.models import tracing
 from launcher.models.description import (
+    describe,
     has_other_inputs,
     largest_of_layers,
     layer_configs,
@@ -168,7 +169,7 @@ def refuse_other_layers(
     another way than by attention to all earlier tokens of a document or window. packed: rows keep
     their documents apart: recurrent layers compute each by itself, and transformers' masks count
     chunks in each."""
-    name, kinds = type(model).__name__, _layer_types(model)
+    name, kinds = type(model).__name__, describe(model).kinds
     separates = packed and can_separate_documents(model)
     others = families.unpackable_layers(kinds, recurrent=separates)
     if others or (is_stateful(model) and not separates):
@@ -189,7 +190,7 @@ def refuse_other_layers(
 def _exceeds_chunk(model: PreTrainedModel, sequence_length: int) -> bool:
     """Whether layers attend within chunks that are shorter than the rows (Llama 4)."""
     chunk = largest_of_layers(text_config(model), "attention_chunk_size")
-    return bool(chunk) and "chunked_attention" in _layer_types(model) and sequence_length > chunk
+    return bool(chunk) and "chunked_attention" in describe(model).kinds and sequence_length > chunk
 
 
 def _counts_by_document() -> bool:
@@ -295,7 +296,7 @@ def drop_causal_mask(model: PreTrainedModel, attention: str = "auto") -> None:
     without_sdpa = implementation == "eager" and attention == "auto"
     if config is None or not (implementation == "sdpa" or without_sdpa):
         return
-    layers, text = set(_layer_types(model)), config.get_text_config()
+    layers, text = set(describe(model).kinds), config.get_text_config()
     known, config = text is config or has_other_inputs(config), text
     both_ways = getattr(config, "use_bidirectional_attention", False)
     causal = getattr(config, "is_causal", True) and not both_ways
@@ -365,7 +366,7 @@ def _all_calls(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = attention_implementation(model)
-    kinds = (kind for kind in _layer_types(model) if layer_kind(kind).attends)
+    kinds = (kind for kind in describe(model).kinds if layer_kind(kind).attends)
     layer_types = list(kinds) or ["attention"]
     fitting: list[bool] = []
 
@@ -415,10 +416,6 @@ def has_sinks(call: Call) -> bool:
 
 def _same_shape(hidden_states: torch.Tensor, *others: object) -> torch.Tensor:
     return torch.empty_like(hidden_states)
-
-
-def _layer_types(model: PreTrainedModel) -> list[str]:
-    return list(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
 def has_varlen_kernel(tensor: torch.Tensor) -> bool:

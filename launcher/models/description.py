@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from launcher.libraries import families
 from launcher.libraries.private import block_classes
+from launcher.models.applied import applied
+from launcher.models.initialization import clean_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -50,9 +53,62 @@ def experts_of_token(config: Any) -> int:
     return max(largest_of_layers(config, name) for name in families.EXPERTS_PER_TOKEN)
 
 
-def parts_without_text(model: nn.Module) -> list[str]:
-    """Names of the parameters that text does not use, such as those of a vision tower and of layers
-    that attend to images."""
+@dataclass(frozen=True)
+class ModelDescription:
+    """The parts of a model, by their names and modules on the meta device. They stay the same while
+    adapters, checkpointing and the strategy change what is inside of them."""
+
+    text: Any
+    """The config of the text model; None: the model has no config."""
+    blocks: dict[str, nn.Module]
+    """The repeated blocks by name: the outermost modules of the classes in `_no_split_modules`, but
+    not those of a vision tower, nor an input embedding (BERT's)."""
+    depth: int
+    """Number of blocks, also if a trace has deleted some of them."""
+    towers: tuple[str, ...]
+    """Names of the outermost modules, but for lists, whose parameters text does not use."""
+    without_text: frozenset[str]
+    """Clean names of the parameters that text does not use, such as those of a vision tower and of
+    layers that attend to images."""
+    vocabulary: int | None
+    """Rows of the input embedding; valid ids are smaller. None: there is no such embedding."""
+    classes: int | None
+    """The number of classes in the config; None: it has none."""
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of the blocks in the config (`families.LAYER_KINDS`); empty if it lists none."""
+        return list(getattr(self.text, "layer_types", None) or ())
+
+
+def describe(model: nn.Module) -> ModelDescription:
+    """The description of a model. It is made at the first call, before adapters are added, and is part
+    of the model's record (`applied`)."""
+    record = applied(model)
+    if record.description is None:
+        record.description = _describe(model)
+    description: ModelDescription = record.description
+    return description
+
+
+def _describe(model: nn.Module) -> ModelDescription:
+    unused = frozenset(_parameters_without_text(model))
+    towers = _outermost(model, unused)
+    blocks = _blocks(model, towers)
+    weight = getattr(embeddings(model)[0], "weight", None)
+    count = getattr(getattr(model, "config", None), "num_labels", None)
+    return ModelDescription(
+        text=text_config(model),
+        blocks=blocks,
+        depth=len(blocks),
+        towers=tuple(towers),
+        without_text=frozenset(map(clean_name, unused)),
+        vocabulary=None if weight is None else int(weight.shape[0]),
+        classes=count if isinstance(count, int) else None,
+    )
+
+
+def _parameters_without_text(model: nn.Module) -> list[str]:
     text = text_config(model)
     if text is None or text is getattr(model, "config", None):
         return []
@@ -67,30 +123,45 @@ def parts_without_text(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if id(parameter) not in used]
 
 
-def modules_without_text(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The outermost modules, but for lists, whose parameters text does not use."""
-    unused, found = set(parts_without_text(model)), dict[str, nn.Module]()
+def _outermost(model: nn.Module, unused: frozenset[str]) -> dict[str, nn.Module]:
+    """The outermost modules, but for lists, all of whose parameters are among these."""
+    found = dict[str, nn.Module]()
     for name, module in model.named_modules() if unused else ():
         own = {f"{name}.{inner}" for inner, _ in module.named_parameters()}
         inside = any(name.startswith(f"{outer}.") for outer in found)
         if own and own <= unused and not inside and not isinstance(module, nn.ModuleList):
             found[name] = module
-    return tuple(found.values())
+    return found
 
 
-def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks by name: the outermost modules of the classes in `_no_split_modules`, but
-    not those of a vision tower, nor an input embedding (BERT's)."""
+def _blocks(model: nn.Module, towers: dict[str, nn.Module]) -> dict[str, nn.Module]:
     embedding = getattr(embeddings(model)[0], "weight", None)
     names = block_classes(model)
-    towers = {inner for module in modules_without_text(model) for inner in module.modules()}
+    outside = {inner for module in towers.values() for inner in module.modules()}
     blocks: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = module in towers or any(name.startswith(outer + ".") for outer in blocks)
+        inside = module in outside or any(name.startswith(outer + ".") for outer in blocks)
         own = list(module.parameters()) if type(module).__name__ in names and not inside else []
         if own and all(parameter is not embedding for parameter in own):
             blocks[name] = module
     return blocks
+
+
+def parts_without_text(model: nn.Module) -> list[str]:
+    """Names of the parameters that text does not use, as they are now: adapters and checkpointing
+    change names."""
+    description = describe(model)
+    inside = tuple(f"{tower}." for tower in description.towers)
+    return [
+        name
+        for name, _ in model.named_parameters()
+        if (clean := clean_name(name)) in description.without_text or clean.startswith(inside)
+    ]
+
+
+def modules_without_text(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The modules that are named in `ModelDescription.towers`, as they are now."""
+    return tuple(model.get_submodule(name) for name in describe(model).towers)
 
 
 def embeddings(model: nn.Module) -> tuple[Any, Any]:
@@ -139,19 +210,7 @@ def is_classifier(model: nn.Module) -> bool:
     return type(model).__name__ in CLASSIFIERS.values()
 
 
-def vocabulary_size(model: nn.Module) -> int | None:
-    """Rows of the input embedding; valid ids are smaller. None if the model has none."""
-    weight = getattr(embeddings(model)[0], "weight", None)
-    return None if weight is None else int(weight.shape[0])
-
-
 def padding_id(model: nn.Module) -> int:
     """The model's id for padding; 0 if it has none."""
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     return padding if isinstance(padding, int) and padding >= 0 else 0
-
-
-def class_count(model: nn.Module) -> int | None:
-    """The number of classes in the model's config; None if it has none."""
-    count = getattr(getattr(model, "config", None), "num_labels", None)
-    return count if isinstance(count, int) else None

@@ -14,7 +14,7 @@ from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.models.applied import applied
-from launcher.models.description import embeddings, find_blocks, is_classifier, parts_without_text
+from launcher.models.description import describe, embeddings, is_classifier, parts_without_text
 from launcher.models.dora import Dora
 from launcher.models.expert_adapters import (
     add_factors,
@@ -211,7 +211,7 @@ def _targets(
     layers = [name for name in layers if name not in unused]
     free = [name for name in layers if not f"{name}.".startswith(within)]
     if lora.target_modules is None:
-        blocks = tuple(f"{block}." for block in find_blocks(model))
+        blocks = tuple(f"{block}." for block in describe(model).blocks)
         wanted = [name for name in layers if name.startswith(blocks)]
     elif lora.target_modules == (ALL_LINEAR,):
         head = embeddings(model)[1]
@@ -404,7 +404,7 @@ def _saved_modules(model: nn.Module, lora: Lora) -> list[str]:
     if is_classifier(model):
         outside = (name for name, _ in model.named_children() if name != model.base_model_prefix)
         saved = [name for name in outside if name in modules]
-    blocks = tuple(f"{block}." for block in find_blocks(model))
+    blocks = tuple(f"{block}." for block in describe(model).blocks)
     unused = parts_without_text(model)
     for entry in lora.modules_to_save or ():
         found = [name for name in modules if name and _matches(name, entry)]

@@ -29,7 +29,7 @@ from launcher.libraries.private import (
     tree_leaves,
     tree_map_only,
 )
-from launcher.models.description import find_blocks
+from launcher.models.description import describe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,7 +91,7 @@ def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of the blocks that carry a state or a convolution along the tokens, by name:
     the outermost ones with a convolution or with the decay of a state (`A_log`)."""
     found: dict[str, nn.Module] = {}
-    for block, module in find_blocks(model).items():
+    for block, module in describe(model).blocks.items():
         for name, each in module.named_modules(prefix=block):
             inside = any(name.startswith(f"{outer}.") for outer in found)
             convolves = any(isinstance(child, nn.Conv1d) for child in each.children())

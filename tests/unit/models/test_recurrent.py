@@ -19,7 +19,7 @@ from launcher.data.packing import separate_pairs
 from launcher.errors import RecipeError
 from launcher.models import recurrent
 from launcher.models.attention import check_isolation, isolate_documents
-from launcher.models.description import find_blocks
+from launcher.models.description import describe
 from launcher.models.initialization import materialize
 from launcher.models.recurrent import (
     documents_at,
@@ -207,7 +207,7 @@ def test_compiled_blocks_compute_recurrent_layers_as_they_are():
     eager, compiled = build("lfm2").train(), build("lfm2").train()
     for model in (eager, compiled):
         packable(model)
-    for block in find_blocks(compiled).values():
+    for block in describe(compiled).blocks.values():
         block.compile(backend="aot_eager")
     for sizes in (ROWS, [[20, 20], [50, 2, 2], [1, 80]]):
         tensors = micro_batch(documents(sizes), masking="varlen", recurrent=True).inputs
