@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from launcher.models.micro_batch import Masking
+
+if TYPE_CHECKING:
+    from launcher.models.recurrent import DocumentsOfCall
 
 
 @dataclass
@@ -32,9 +35,9 @@ class Applied:
     """Whether weights of its blocks are in 4 bits."""
     masking: Masking = "mask"
     """How attention keeps the documents of a packed row apart."""
-    recurrent: bool = False
-    """Whether its recurrent layers compute each document of a packed row by itself, so that it takes
-    the argument `documents`."""
+    documents: DocumentsOfCall | None = None
+    """What recurrent layers share that compute each document of a packed row by itself. The model
+    takes the argument `documents` then."""
     images: Any = None
     """The `ImageTower`, if rows have images."""
     head: Any = None
@@ -46,6 +49,11 @@ class Applied:
     """Ranks that have different experts."""
     layers_divided: int = 1
     """Ranks that have parts of the same layers."""
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether recurrent layers compute each document of a packed row by itself."""
+        return self.documents is not None
 
 
 def applied(model: nn.Module) -> Applied:

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 VARLEN, DIVIDED_ROWS = "launcher_varlen", "launcher_divided_rows"
-"""Names in transformers' table of attention functions: of `varlen_attention`, and of the one of
-context parallelism, which has no masks either."""
+"""Names in transformers' table of attention functions: of `varlen_attention`, and the beginning of
+those of context parallelism, which has a function for each group of ranks. Neither has masks."""
 LARGEST_HEAD = 256
 """The largest head size of torch's variable-length kernel, FlashAttention-2."""
 _GROUPED: dict[str, Any] = (
@@ -243,7 +243,8 @@ def attention_kernels(
 ) -> str:
     """The kernels that attention uses on this GPU, for the summary of a run."""
     config, implementation = text_config(model), attention_implementation(model)
-    if config is None or implementation not in (VARLEN, DIVIDED_ROWS, "sdpa"):
+    own = (implementation or "").startswith((VARLEN, DIVIDED_ROWS))
+    if config is None or not (own or implementation == "sdpa"):
         return f"{implementation or 'that of the model'}, chosen by model.attention"
     without_mask = implementation != "sdpa"
     if without_mask and any("sink" in name for name, _ in model.named_parameters()):
@@ -389,8 +390,7 @@ def _all_calls(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool
         batch, heads, tokens, _ = query.shape
         return query.new_empty(batch, tokens, heads, value.shape[-1]), None
 
-    before = ALL_ATTENTION_FUNCTIONS.get_interface(name, None)
-    ALL_ATTENTION_FUNCTIONS.register(name, trial)
+    ALL_ATTENTION_FUNCTIONS[name] = trial  # before the one of all instances of the table
     # Models raise anything: if they do not take these arguments, or cannot run on meta beyond the
     # recorded layers
     try:
@@ -404,7 +404,7 @@ def _all_calls(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool
         pass
     except Exception as error:  # also of the trial itself, so that a bug of it can be seen
         logger.debug(f"the trial of attention ended: {type(error).__name__}: {first_line(error)}")
-    ALL_ATTENTION_FUNCTIONS.register(name, before)
+    del ALL_ATTENTION_FUNCTIONS[name]
     return bool(fitting) and all(fitting)
 
 

@@ -181,7 +181,7 @@ def change_forward(
         pass  # attention keeps its masks
     elif packed:
         # Before attention, whose trial passes the bounds of documents to all layers
-        applied(model).recurrent = separate_documents(model, device)
+        applied(model).documents = separate_documents(model, device)
         applied(model).masking = isolate_documents(
             model,
             sequence_length=sequence_length,

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial, wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -109,33 +110,57 @@ def can_separate_documents(model: nn.Module) -> bool:
     return bool(layers) and all(names[:2] == ["self", "hidden_states"] for names in arguments)
 
 
-class _Current:
-    """The documents of the rows that a model computes at present, which its layers share. Layers
-    that are computed again for the backward pass need those of the same rows: a model computes a
-    micro-batch forwards and backwards before the next one."""
+class DocumentsOfCall:
+    """The documents of the rows that a model computes at present, which its recurrent layers share;
+    None between two calls of the model."""
 
-    documents: Documents | None = None
+    def __init__(self) -> None:
+        self.documents: Documents | None = None
 
     def receive(
         self, model: nn.Module, args: Sequence[Any], inputs: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Takes `documents` from the arguments of the model."""
+        """A hook before the model's forward method: takes `documents` from its arguments."""
         self.documents = inputs.get("documents")
         return args, {name: value for name, value in inputs.items() if name != "documents"}
 
+    def forget(self, *call: object) -> None:
+        """A hook after the model's forward method."""
+        self.documents = None
 
-def separate_documents(model: PreTrainedModel, device: torch.device) -> bool:
+    def recomputation(self) -> AbstractContextManager[None]:
+        """For activation checkpointing, in the forward pass of a block: the context in which the
+        backward pass computes the block again, which may be after calls with other documents."""
+        return _SameDocuments(self)
+
+
+class _SameDocuments(AbstractContextManager[None]):
+    """It may be entered several times, as `retain_graph` does."""
+
+    def __init__(self, call: DocumentsOfCall) -> None:
+        self._call, self._documents = call, call.documents
+        self._before: Documents | None = None
+
+    def __enter__(self) -> None:
+        self._before, self._call.documents = self._call.documents, self._documents
+
+    def __exit__(self, *error: object) -> None:
+        self._call.documents = self._before
+
+
+def separate_documents(model: PreTrainedModel, device: torch.device) -> DocumentsOfCall | None:
     """Makes the recurrent layers of a model compute each document of packed rows by itself, if the
     model has such layers. The model then takes the argument `documents`, of `documents_at`. Returns
-    whether it does."""
+    what the layers share; None: nothing has changed."""
     if not can_separate_documents(model):
-        return False
-    current, layers = _Current(), recurrent_layers(model).values()
+        return None
+    call, layers = DocumentsOfCall(), recurrent_layers(model).values()
     in_kernels = device.type == "cuda" and all(map(_kernels_take_bounds, layers))
-    model.register_forward_pre_hook(current.receive, with_kwargs=True)
+    model.register_forward_pre_hook(call.receive, with_kwargs=True)
+    model.register_forward_hook(call.forget, always_call=True)
     for layer in layers:
-        layer.forward = partial(_by_document, layer.forward, current, in_kernels)
-    return True
+        layer.forward = partial(_by_document, layer.forward, call, in_kernels)
+    return call
 
 
 def use_operators_without_values(model: nn.Module) -> None:
@@ -192,7 +217,7 @@ def _kernels_take_bounds(layer: nn.Module) -> bool:
 )
 def _by_document(
     forward: Any,
-    current: _Current,
+    call: DocumentsOfCall,
     in_kernels: bool,
     hidden_states: torch.Tensor,
     *args: Any,
@@ -202,7 +227,7 @@ def _by_document(
     would depend on the number of documents and on their lengths."""
     for name in BOUNDS:
         options.pop(name, None)
-    documents: Documents | None = current.documents
+    documents = call.documents
     if documents is None:
         return forward(hidden_states, *args, **options)
     rows = hidden_states.shape[:2]

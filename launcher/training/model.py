@@ -155,6 +155,7 @@ class PreparedModel:
                 ranks.tensor_parallel_mesh["tensor"] if ranks.tensor_parallel_size > 1 else None
             ),
         )
+        documents = applied(self.model).documents
         return wrap(
             self.model,
             Parts(
@@ -167,6 +168,7 @@ class PreparedModel:
                 in_float32=computes_in_float32(self.model, self.compute_dtype),
                 mixes_dtypes=mixes_dtypes(self.model, self.compute_dtype),
                 tower=self.tower,
+                recomputation=None if documents is None else documents.recomputation,
             ),
             strategy=recipe.strategy,
             checkpointing=checkpointing,
