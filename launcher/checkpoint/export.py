@@ -55,10 +55,10 @@ from launcher.models.safetensors_files import (
 )
 from launcher.models.ties import adapted_ties, untie
 from launcher.recipe.functions import refuse_code
-from launcher.recipe.hub import NAMED_TEMPLATES, model_folder, refuse_links
 from launcher.recipe.load import recorded_recipe
 from launcher.recipe.schema import Model, Recipe
 from launcher.reliability.json_files import Json
+from launcher.sources.hub import NAMED_TEMPLATES, model_folder, refuse_links
 
 
 def export_checkpoint(

@@ -33,8 +33,8 @@ from launcher.models.hugging_face_files import PROCESSOR, exported_tensors
 from launcher.models.images import features_of
 from launcher.models.new_rows import grow_vocabulary, ids_of_adapter
 from launcher.models.safetensors_files import ADAPTER, ADAPTER_CONFIG, open_files, open_folder
-from launcher.recipe.hub import CHAT_TEMPLATE
 from launcher.reliability.json_files import Json
+from launcher.sources.hub import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -23,7 +23,7 @@ from launcher.distributed.spawn import end_with_parent
 from launcher.errors import RecipeError, first_line
 from launcher.libraries.families import MISTRAL_TOKENIZERS
 from launcher.recipe import schema
-from launcher.recipe.hub import CHAT_TEMPLATE, NAMED_TEMPLATES, model_folder
+from launcher.sources.hub import CHAT_TEMPLATE, NAMED_TEMPLATES, model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

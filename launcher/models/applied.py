@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
+from launcher.models.documents import DocumentsOfCall
 from launcher.models.micro_batch import Masking
-
-if TYPE_CHECKING:
-    from launcher.models.recurrent import DocumentsOfCall
 
 
 @dataclass

@@ -43,9 +43,10 @@ from launcher.models.description import (
     layer_configs,
     text_config,
 )
+from launcher.models.documents import documents_at
 from launcher.models.micro_batch import Masking
 from launcher.models.predictions import logits
-from launcher.models.recurrent import can_separate_documents, documents_at
+from launcher.models.recurrent import can_separate_documents
 from launcher.models.tower_inputs import ImageForm
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from launcher.models.description import has_other_inputs, text_config
 from launcher.models.initialization import check_initializers, clean_name
 from launcher.models.tensor_names import record_conversions
 from launcher.recipe.functions import call_function
-from launcher.recipe.hub import model_folder
 from launcher.recipe.model_config import value_problems, why_not_dequantized
 from launcher.recipe.schema import Model
+from launcher.sources.hub import model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

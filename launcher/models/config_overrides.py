@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.errors import RecipeError, suggestion
 from launcher.libraries.families import ROTARY, UNDECLARED_KEYS
-from launcher.recipe.hub import model_folder
 from launcher.recipe.schema import Model
+from launcher.sources.hub import model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -30,8 +30,8 @@ from launcher.models.initialization import clean_name
 from launcher.models.new_rows import PARAMETER, STORED, add_new_rows, ids_of_adapter, replaced
 from launcher.models.read_by_weight import read_by_weight
 from launcher.models.ties import tied_names
-from launcher.recipe.hub import split_revision
 from launcher.recipe.schema import Lora
+from launcher.sources.hub import split_revision
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -17,6 +17,7 @@ LEVELS = (
     "errors console libraries __version__",
     "distributed",
     "files",
+    "sources",
     "recipe",
     "reliability strategies models",
     "data",

@@ -23,13 +23,13 @@ from launcher.data.messages import (
     refuse_empty_answers,
 )
 from launcher.data.rendering import render, render_prompt
-from launcher.data.sources import file_part, read_rows
 from launcher.data.template_marks import uses_tools
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.data.tokenizer_files import KeptTokenizer
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
+from launcher.sources.rows import file_part, read_rows
 from tests import REPOSITORY
 from tests.unit.data.rows import write
 

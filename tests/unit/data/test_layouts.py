@@ -10,7 +10,6 @@ from launcher.data.messages import dialogue, read_messages, read_tools
 from launcher.data.opening import open_dataset
 from launcher.data.problems import problem_lines
 from launcher.data.run_data import recorded_prompts, tokenizer_to_keep, trained_prompts
-from launcher.data.sources import file_part, find_parts, read_rows
 from launcher.data.token_store import ModelInputs, rows_of_documents
 from launcher.data.tokenizer import (
     has_chat_template,
@@ -21,8 +20,9 @@ from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
-from launcher.recipe.columns import first_row
 from launcher.recipe.layouts import guess, match_row, named_columns
+from launcher.sources.first_row import first_row
+from launcher.sources.rows import file_part, find_parts, read_rows
 from tests.unit.data.rows import write
 
 TEMPLATE = """\

@@ -18,12 +18,10 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 
-from launcher.data import packing, sources, token_store
+from launcher.data import packing, token_store
 from launcher.data.batching import NO_SAMPLE
 from launcher.data.encoder import Encoder, make_encoder
-from launcher.data.file_ranges import split
 from launcher.data.opening import make_order, open_dataset
-from launcher.data.sources import file_part, find_parts, read_rows
 from launcher.data.token_store import ModelInputs, TokenStore, cache_folder, open_store
 from launcher.data.tokenizer import (
     ByteTokenizer,
@@ -34,10 +32,13 @@ from launcher.data.tokenizer import (
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
-from launcher.recipe.columns import first_row
-from launcher.recipe.hub import load_data_set
 from launcher.recipe.layouts import guess
-from launcher.recipe.row_files import ROW_FILES
+from launcher.sources import rows as source_rows
+from launcher.sources.first_row import first_row
+from launcher.sources.formats import ROW_FILES
+from launcher.sources.hub import load_data_set
+from launcher.sources.ranges import split
+from launcher.sources.rows import file_part, find_parts, read_rows
 from tests import datasets
 from tests.micro_batches import contents
 from tests.unit.data.rows import documents_of, store_names, write
@@ -1012,7 +1013,7 @@ def test_null_lists_with_the_oldest_pyarrow():
             return Scalars(self.array.is_valid())
 
     column = pyarrow.array([None, [1, 2], []], type=pyarrow.list_(pyarrow.int64()))
-    first, *others = sources._column(Column(column))
+    first, *others = source_rows._column(Column(column))
     assert first is None
     assert [value.tolist() for value in others] == [[1, 2], []]
 

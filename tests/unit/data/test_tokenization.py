@@ -24,14 +24,15 @@ from launcher import console
 from launcher.data import store_files, token_store
 from launcher.data.dataset import MixtureDataset
 from launcher.data.encoder import Encoder
-from launcher.data.file_ranges import split
 from launcher.data.packing import separate
-from launcher.data.sources import SourcePart, file_part, read_all, read_rows
 from launcher.data.token_store import ModelInputs, open_store, rows_of_documents
 from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError, TrainingError
-from launcher.recipe import hub, schema
+from launcher.recipe import schema
 from launcher.reliability import lock
+from launcher.sources import hub
+from launcher.sources.ranges import split
+from launcher.sources.rows import SourcePart, file_part, read_all, read_rows
 from tests.datasets import dataset_of
 from tests.run_files import write_lines
 from tests.unit.data.rows import store_names, texts_of, write

@@ -11,8 +11,9 @@ from launcher.libraries.private import attention_implementation
 from launcher.models.attention import isolate_documents
 from launcher.models.build import build_model
 from launcher.models.description import describe, parts_without_text
+from launcher.models.documents import documents_at
 from launcher.models.initialization import random_weights
-from launcher.models.recurrent import documents_at, separate_documents
+from launcher.models.recurrent import separate_documents
 from launcher.recipe.model_config import why_not_packed
 from launcher.recipe.schema import Model
 from tests.unit.models.image_text_types import small_config

@@ -12,11 +12,11 @@ from launcher.diagnostics.selftest import shrunk
 from launcher.errors import RecipeError
 from launcher.models.applied import applied
 from launcher.models.description import parts_without_text
+from launcher.models.documents import documents_at
 from launcher.models.flops import token_flops
 from launcher.models.head import computes_loss
 from launcher.models.micro_batch import MicroBatch
 from launcher.models.predictions import cross_entropies
-from launcher.models.recurrent import documents_at
 from launcher.planner.estimate import estimate_memory
 from launcher.planner.profile import profile_of_shapes
 from launcher.planner.trace import trace_step

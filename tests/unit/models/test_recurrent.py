@@ -21,9 +21,9 @@ from launcher.models import recurrent
 from launcher.models.applied import applied
 from launcher.models.attention import check_isolation, isolate_documents
 from launcher.models.description import describe
+from launcher.models.documents import DocumentsOfCall, documents_at
 from launcher.models.initialization import materialize
 from launcher.models.recurrent import (
-    documents_at,
     recurrent_layers,
     separate_documents,
     use_operators_without_values,
@@ -321,7 +321,7 @@ def test_kernels_on_gpus_receive_one_row_and_the_bounds():
         received.update(options, shape=tuple(hidden_states.shape))
         return hidden_states.narrow(-1, 0, 3)  # a CPU build cannot index on a GPU
 
-    call = recurrent.DocumentsOfCall()
+    call = DocumentsOfCall()
     positions = np.array([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])
     call.documents = layout = documents_at(positions)
     with FakeTensorMode(allow_non_fake_inputs=True):

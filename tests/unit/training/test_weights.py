@@ -15,7 +15,6 @@ from launcher.data.dataset import MixtureDataset
 from launcher.data.encoder import make_encoder
 from launcher.data.loader import StepStatistics, StepTotals
 from launcher.data.opening import open_dataset
-from launcher.data.sources import file_part, read_rows
 from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs, open_store
 from launcher.data.tokenizer import hugging_face_tokenizer
@@ -29,6 +28,7 @@ from launcher.objectives.base import dataset_objective
 from launcher.objectives.loss import summed_loss
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
+from launcher.sources.rows import file_part, read_rows
 from launcher.training.evaluation import Evaluated, over_all
 from tests.unit.data.rows import documents_of, write
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from launcher.console import advanced
 from launcher.errors import RecipeError, first_line
-from launcher.recipe.find import no_such
-from launcher.recipe.row_files import COMPRESSED, FORMS
+from launcher.sources.formats import COMPRESSED, FORMS
+from launcher.sources.location import no_such
 
 logger = logging.getLogger(__name__)
 

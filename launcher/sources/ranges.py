@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launcher.data.sources import SourcePart, read_rows
-from launcher.recipe.hub import load_data_set
-from launcher.recipe.row_files import suffixes
+from launcher.sources.formats import suffixes
+from launcher.sources.hub import load_data_set
+from launcher.sources.rows import SourcePart, read_rows
 
 
 def first_rows(parts: Iterable[SourcePart], limit: int) -> Iterator[SourcePart]:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from launcher.errors import RecipeError
-from launcher.recipe.hub import SAVED_DICT, is_hub_id, is_saved_data_set, load_data_set
-from launcher.recipe.row_files import (
+from launcher.sources.formats import (
     FORMS,
     ROW_FILES,
     RowForm,
@@ -24,6 +23,7 @@ from launcher.recipe.row_files import (
     open_binary,
     suffixes,
 )
+from launcher.sources.hub import SAVED_DICT, is_hub_id, is_saved_data_set, load_data_set
 
 _FIRST_LINE = 1 << 28
 """Most bytes of a line that are read: a small compressed file may hold many gigabytes."""

@@ -25,15 +25,8 @@ import numpy as np
 
 from launcher.console import bytes_as_text
 from launcher.errors import RecipeError
-from launcher.recipe.columns import matching, no_list, problem_of_header
-from launcher.recipe.hub import (
-    SAVED_DICT,
-    is_hub_id,
-    is_saved_data_set,
-    load_data_set,
-    saved_bytes,
-)
-from launcher.recipe.row_files import (
+from launcher.sources.first_row import matching, no_list, problem_of_header
+from launcher.sources.formats import (
     COMPRESSED,
     FORMS,
     OF_BLOCKS,
@@ -44,6 +37,13 @@ from launcher.recipe.row_files import (
     open_binary,
     other_content,
     suffixes,
+)
+from launcher.sources.hub import (
+    SAVED_DICT,
+    is_hub_id,
+    is_saved_data_set,
+    load_data_set,
+    saved_bytes,
 )
 
 _NOT_TEXT = {
