@@ -38,7 +38,8 @@ from launcher.objectives.base import count_images, dataset_objective
 from launcher.objectives.make import make_objective
 from launcher.recipe.schema import Batch, Recipe
 from launcher.run.sizes import model_inputs
-from launcher.sources.rows import find_parts, read_all
+from launcher.sources.finding import find_parts
+from launcher.sources.rows import read_all
 from launcher.training.model import width_multiple
 
 if TYPE_CHECKING:

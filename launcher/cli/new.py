@@ -29,7 +29,7 @@ from launcher.recipe.model_config import quantization, why_not_dequantized, why_
 from launcher.recipe.schema import Recipe
 from launcher.recipe.section import Section
 from launcher.recipe.yaml_text import parse_yaml
-from launcher.sources.first_row import first_row, rows_as_text
+from launcher.sources.finding import first_row, rows_as_text
 from launcher.sources.hub import model_folder
 
 if TYPE_CHECKING:

@@ -56,9 +56,8 @@ from launcher.models.philox import derived_seed
 from launcher.recipe import schema
 from launcher.recipe.layouts import KINDS, match_row, named_columns
 from launcher.reliability.json_files import Json
-from launcher.sources.first_row import first_row
+from launcher.sources.finding import find_parts, first_row
 from launcher.sources.hub import model_folder
-from launcher.sources.rows import find_parts
 
 logger = logging.getLogger(__name__)
 

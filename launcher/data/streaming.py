@@ -53,9 +53,10 @@ from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.layouts import KINDS, unused_line
+from launcher.sources.finding import content_sample
 from launcher.sources.hub import load_data_set
 from launcher.sources.ranges import split
-from launcher.sources.rows import Row, SourcePart, content_sample, read_rows
+from launcher.sources.rows import Row, SourcePart, read_rows
 
 VERSION = 6
 """Version of the order of samples, and of its digest."""

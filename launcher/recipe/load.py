@@ -51,7 +51,7 @@ from launcher.recipe.schema import DEFAULT_RUN_DIR, Recipe
 from launcher.recipe.validate import check
 from launcher.recipe.yaml_text import NotYamlError, parse_yaml
 from launcher.recipe.yaml_text import to_yaml as to_yaml
-from launcher.sources.first_row import first_row, rows_as_text, why_text
+from launcher.sources.finding import first_row, rows_as_text, why_text
 from launcher.sources.hub import config_file
 
 _LARGEST_FILE = 2**20

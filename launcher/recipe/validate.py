@@ -23,9 +23,8 @@ from launcher.recipe.objectives import OBJECTIVES, objective_of
 from launcher.recipe.schema import Recipe
 from launcher.recipe.section import AutoFloat, AutoInt
 from launcher.recipe.template_names import template_problem
-from launcher.sources.first_row import is_of_system, matching
 from launcher.sources.hub import is_hub_id, is_model_id, no_such_name
-from launcher.sources.location import no_such
+from launcher.sources.location import is_of_system, matching, no_such
 
 _TEMPLATE_VALUES = (
     "messages",

@@ -38,8 +38,8 @@ from launcher.recipe.model_config import of_text
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_sizes, with_recorded, with_value
 from launcher.reliability.run_directory import RunFolder
+from launcher.sources.finding import find_parts
 from launcher.sources.hub import config_file
-from launcher.sources.rows import find_parts
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from launcher.recipe.layouts import TOKEN_KINDS, guess
 from launcher.recipe.moving import parts, rows
 from launcher.recipe.moving.conversion import Conversion, is_off
 from launcher.recipe.moving.rows import DataSet
-from launcher.sources.first_row import first_row
+from launcher.sources.finding import first_row
 from launcher.sources.hub import is_hub_id
 
 SIGNS = (

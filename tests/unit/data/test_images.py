@@ -36,7 +36,8 @@ from launcher.models.tower_inputs import PatchGrid, TowerInputs
 from launcher.objectives.next_token import NextToken
 from launcher.objectives.preference import Preference
 from launcher.recipe.schema import Data
-from launcher.sources.rows import Row, SourcePart, find_parts, read_all
+from launcher.sources.finding import find_parts
+from launcher.sources.rows import Row, SourcePart, read_all
 from tests.image_models import (
     FAMILIES,
     MORE,

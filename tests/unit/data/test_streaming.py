@@ -19,8 +19,9 @@ from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
+from launcher.sources.finding import find_parts
 from launcher.sources.hub import load_data_set
-from launcher.sources.rows import find_parts, read_rows
+from launcher.sources.rows import read_rows
 from tests.unit.data.rows import write
 
 END = 256
