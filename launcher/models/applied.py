@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from launcher.models.documents import DocumentsOfCall
 from launcher.models.micro_batch import Masking
+
+if TYPE_CHECKING:
+    from launcher.models.description import ModelDescription
+    from launcher.models.head import Head
 
 
 @dataclass
@@ -16,8 +20,8 @@ class Applied:
     """The changes of a model, in the order of `launcher.models.changes`. A copy of the model has a
     copy of its record."""
 
-    description: Any = field(default=None, compare=False, repr=False)
-    """The `ModelDescription`; None: it has not been asked for. (Its module imports this one.)"""
+    description: ModelDescription | None = field(default=None, compare=False, repr=False)
+    """What the model consists of; None: it has not been asked for."""
     conversions: list[Any] = field(default_factory=list)
     """transformers' conversions from the tensors of its checkpoint to its own (`tensor_names.py`)."""
     draws: dict[str, list[Any]] = field(default_factory=dict)
@@ -38,9 +42,8 @@ class Applied:
     takes the argument `documents` then."""
     images: Any = None
     """The `ImageTower`, if rows have images."""
-    head: Any = None
-    """The `Head`, which computes losses without full logits, or of a reward model the scores of all
-    tokens. (Its class imports this module.)"""
+    head: Head | None = None
+    """It computes losses without full logits, or of a reward model the scores of all tokens."""
     rows_divided: int = 1
     """Ranks that compute parts of the same rows."""
     experts_divided: int = 1

@@ -87,8 +87,7 @@ def describe(model: nn.Module) -> ModelDescription:
     record = applied(model)
     if record.description is None:
         record.description = _describe(model)
-    description: ModelDescription = record.description
-    return description
+    return record.description
 
 
 def _describe(model: nn.Module) -> ModelDescription:
