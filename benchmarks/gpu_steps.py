@@ -157,7 +157,7 @@ def train(row: Row, ranks: RankLayout, *, warm_up: int, timed: int, detailed: bo
         micro_batches=micro_batches_of(recipe, ranks=ranks.size),
         steps=warm_up + timed + 2,
     )
-    steps = train_steps(wrapped, batches, loss=data.loss, update=update, ranks=ranks.size)
+    steps = train_steps(wrapped, batches, loss=data.loss, update=update, averaged_over=ranks.size)
     losses: list[torch.Tensor] = []
 
     def advance(count: int) -> None:

@@ -75,7 +75,9 @@ def train(recipe: Any, ranks: Any, gib: float) -> list[tuple[int, int, int]] | N
         scale = LossScale(ranks.device, enabled=False)
         update = Update(optimizer, lambda step: 1e-4, scale, 1.0)
         batches = data.batches(ranks, micro_batches=count, steps=STEPS)
-        for _ in train_steps(wrapped, batches, loss=data.loss, update=update, ranks=ranks.size):
+        for _ in train_steps(
+            wrapped, batches, loss=data.loss, update=update, averaged_over=ranks.size
+        ):
             stats = torch.cuda.memory_stats()
             peaks = stats["allocated_bytes.all.peak"], stats["reserved_bytes.all.peak"]
             found.append((*peaks, stats["num_alloc_retries"] - before))

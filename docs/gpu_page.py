@@ -30,7 +30,7 @@ MEASURED, PAGE = ROOT / "benchmarks/gpu_measured.json", ROOT / "docs/gpu.md"
 GPUS = ("H100", "H200")
 """GPUs of the tables, one of each."""
 HEAD = """\
-# Figures of GPUs
+# GPU benchmarks
 
 Every figure that a GPU has measured, beside the prediction that was made without one.
 `make gpu-plans` makes the predictions with the memory plan and the speed model, and

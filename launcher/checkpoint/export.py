@@ -18,7 +18,7 @@ from launcher.checkpoint.state import AVERAGE
 from launcher.data.run_data import (
     TrainedPrompts,
     recorded_prompts,
-    teach_ends,
+    set_stop_tokens,
     tokenizer_to_keep,
 )
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
@@ -93,7 +93,7 @@ def export_checkpoint(
     stored = open_checkpoint_weights(checkpoint, base=base, ema=ema, trust_run=trust_run)
     adapter = recipe.lora is not None and not merged
     prompts = prompts_of(checkpoint, recipe)
-    teach_ends(stored.model, prompts.ends, tokenizer_name(recipe.data, recipe.model))
+    set_stop_tokens(stored.model, prompts.ends, tokenizer_name(recipe.data, recipe.model))
     wanted = _dtype(dtype or recipe.checkpoint.export_dtype)
     chosen = wanted or (torch.float32 if adapter else stored.dtype)
     with replace_folder(out, written=WRITTEN) as scratch:

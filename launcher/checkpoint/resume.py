@@ -95,7 +95,8 @@ def recipe_changes(
 ) -> list[str]:
     """The changes between two recipes, one line each. altering: only changes that alter what the
     model learns."""
-    # Earlier versions had no adapters of experts, which [] leaves out, and null where there are none
+    # Recipes from before there were adapters of experts lack `target_parameters`: [] with a section
+    # lora, else null
     lora = before.get("lora")
     same = isinstance(lora, Mapping) and "target_parameters" not in lora
     before = _with_new_keys(before)

@@ -21,7 +21,7 @@ from launcher.checkpoint.export import (
 from launcher.data.image_inputs import example_image, images_of
 from launcher.data.image_processor import Arrays
 from launcher.data.images import RowImages
-from launcher.data.run_data import teach_ends, tokenizer_to_keep
+from launcher.data.run_data import set_stop_tokens, tokenizer_to_keep
 from launcher.data.tokenizer import tokenizer_name
 from launcher.data.tokenizer_files import limit_pixels
 from launcher.distributed.separate_process import run_in_process
@@ -62,7 +62,7 @@ def verify_export(
     if (out / ADAPTER_CONFIG).is_file() and recipe.lora is None:
         raise RecipeError(f"export: {out} has an adapter, and the run trains none")
     prompts = prompts_of(checkpoint, recipe)
-    teach_ends(stored.model, prompts.ends, tokenizer_name(recipe.data, recipe.model))
+    set_stop_tokens(stored.model, prompts.ends, tokenizer_name(recipe.data, recipe.model))
     differences, dtype = _compare_tensors(stored, out)
     differences += problems_of_older_readers(out)
     kept = tokenizer_to_keep(recipe.data, recipe.model, recipe.images, prompts)

@@ -31,7 +31,7 @@ from launcher.data.images import RowImages
 from launcher.data.loader import to_device
 from launcher.data.messages import Message, RowError
 from launcher.data.rendering import load_template
-from launcher.data.run_data import teach_ends
+from launcher.data.run_data import set_stop_tokens
 from launcher.data.template_marks import today, uses_date
 from launcher.data.token_store import one_document
 from launcher.data.tokenizer import (
@@ -191,7 +191,7 @@ def open_chat_model(
         _check(stored, folder, name)
         assert name is not None
         prompts = prompts_of(folder, recipe)
-        teach_ends(stored.model, prompts.ends, name)
+        set_stop_tokens(stored.model, prompts.ends, name)
         if plain is None:
             plain = not _with_template(recipe.data, prompts.template)
         template = None if plain else _template_of(recipe.data, name, prompts.template or None)

@@ -461,7 +461,7 @@ def _facts(dataset: SequenceDataset, *, padding: str) -> dict[str, str]:
     """The totals of a set. Empty text: not shown."""
     sequences, lengths = dataset.sequences, dataset.document_lengths
     tokens, with_loss = dataset.tokens, ""
-    if dataset_objective(dataset).shows_loss:
+    if dataset_objective(dataset).targets_are_fixed:
         trained = sequences.targets
         with_loss = f"{trained:,}  ({trained / tokens:.1%})"
     images, lost_images = count_images(dataset)

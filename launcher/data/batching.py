@@ -104,7 +104,7 @@ class SampleOrder:
             index = permuted(index, size=self.samples, seed=self.seed, epoch=epoch)
         return index + epoch * self.samples if self.with_epoch else index
 
-    def passes(self, positions: int) -> list[float]:
+    def epochs_seen(self, positions: int) -> list[float]:
         """How many times the first `positions` positions go through each source."""
         return [positions / self.samples]
 
@@ -120,7 +120,7 @@ class StreamOrder:
         """The position itself."""
         return position
 
-    def passes(self, positions: int) -> list[float]:
+    def epochs_seen(self, positions: int) -> list[float]:
         """Nothing is known of the length of a stream."""
         return []
 
@@ -172,7 +172,7 @@ class MixtureOrder:
         turn = period * self._counts[source] + before
         return self._offsets[source] + self._orders[source].sample(turn)
 
-    def passes(self, positions: int) -> list[float]:
+    def epochs_seen(self, positions: int) -> list[float]:
         """How many times the first `positions` positions go through each source."""
         counted = zip(self._counts, self._orders, strict=True)
         return [positions * count / _PERIOD / order.samples for count, order in counted]
@@ -218,9 +218,9 @@ class SimilarLengths:
         shuffled = [permuted(n, size=len(groups), seed=self._seed, epoch=first) for n in turns]
         return [sample for number in shuffled for sample in groups[number]]
 
-    def passes(self, positions: int) -> list[float]:
+    def epochs_seen(self, positions: int) -> list[float]:
         """How many times the first `positions` positions go through each source, up to a window."""
-        return self._order.passes(positions)
+        return self._order.epochs_seen(positions)
 
 
 Order = SampleOrder | MixtureOrder | StreamOrder | SimilarLengths

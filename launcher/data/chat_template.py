@@ -98,10 +98,9 @@ class Turn:
 
     start: int
     end: int
-    stopped: bool
-    """Nothing after it carries loss: it includes the tokens that end the turn, or those in the text
-    are not the ones that the model must produce. Otherwise `ChatTemplate.tokens` adds what ends the
-    turn."""
+    includes_end: bool
+    """Whether the part has the tokens that end the turn already, or must not get one. Otherwise
+    `ChatTemplate.tokens` adds what ends the turn."""
     ending: str | None = None
     """The token that ends the turn if the conversation ends with it; None: the eos_token."""
 
@@ -239,7 +238,7 @@ class ChatTemplate:
             check_calls(message, text, f"message {number}")
         begin, end = self.closing(text, 0, len(text))
         closed = messages[-1]["role"] == "assistant"
-        return Rendered(text, [Turn(0, len(text), stopped=begin < end)], closed)
+        return Rendered(text, [Turn(0, len(text), includes_end=begin < end)], closed)
 
     def render_prompt(self, messages: list[Message], tools: list[object] | None) -> Rendered:
         """Renders a conversation that the assistant continues. Raises RowError."""
@@ -307,7 +306,7 @@ class ChatTemplate:
             first = int(np.searchsorted(ends, turn.start, side="right"))
             after = int(np.searchsorted(starts, turn.end))  # the first token after the turn
             learned[first:after] = True
-            if turn.stopped:
+            if turn.includes_end:
                 continue
             following = special[np.searchsorted(special, after) :]
             if len(following):
@@ -482,9 +481,9 @@ class _Conversation:
         served = own if last else self._served_end(index)
         if not served or served.endswith(own):
             ending = self._missing_end(index, end) if last and not own else None
-            return Turn(start, end, stopped=bool(own), ending=ending)
+            return Turn(start, end, includes_end=bool(own), ending=ending)
         # gpt-oss ends an earlier answer with <|end|>, where the model must produce <|return|>
-        return Turn(start, closing + len(served) * own.startswith(served), stopped=True)
+        return Turn(start, closing + len(served) * own.startswith(served), includes_end=True)
 
     def _start_of_text(self, index: int) -> int:
         """Where the turn begins if the whole text up to there is that of the generation prompt, as
@@ -698,7 +697,7 @@ class _Conversation:
                 return None
         text = full + answer
         closing, end = self._template.closing(text, len(full), len(text))
-        return text, Turn(len(full), end, stopped=closing < end)
+        return text, Turn(len(full), end, includes_end=closing < end)
 
 
 def _with_parts(messages: list[Message]) -> list[Message]:
@@ -740,4 +739,4 @@ def _marked_turns(layout: Layout, turns: list[int], learned: list[int]) -> list[
             what = f"{len(turns)} assistant turns, but {len(marks)} {{% generation %}} marks"
             raise RowError(f"{what}: which belong to the turns without loss?")
         marks = [mark for index, mark in zip(turns, marks, strict=True) if index in learned]
-    return [Turn(start, end, stopped=True) for start, end in marks]
+    return [Turn(start, end, includes_end=True) for start, end in marks]

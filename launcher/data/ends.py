@@ -43,7 +43,7 @@ _PROBES: tuple[list[Message], ...] = (
 several calls, and a call before its result."""
 
 
-def taught_ends(data: schema.Data, *, tokenizer: str | None) -> list[int]:
+def stop_token_ids(data: schema.Data, *, tokenizer: str | None) -> list[int]:
     """Ids of the tokens at which a model that is trained on the data stops, without reading the
     data. Empty for kinds tokens and classification, and for data.builder. tokenizer: see
     `tokenizer_name`."""
@@ -80,7 +80,7 @@ def own_end(
 ) -> str | None:
     """The token that must be the eos_token of an export, or programs that read only the tokenizer's
     files would not stop: the only end of answers that is neither the eos_token nor a known one. None:
-    there is none, or the chat template writes the eos_token. ids: see `taught_ends`. template: of the
+    there is none, or the chat template writes the eos_token. ids: see `stop_token_ids`. template: of the
     run; None: the tokenizer's own. known: ids at which the model stopped before."""
     loaded = hugging_face_tokenizer(tokenizer)
     ends: list[str] = loaded.convert_ids_to_tokens([*ids])

@@ -28,7 +28,7 @@ from launcher.data.collation import raise_error
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import MapData, MixtureDataset, SampleMaker, SequenceDataset
 from launcher.data.encoder import PromptForm, form_of_row, make_encoder, prompt_format
-from launcher.data.ends import own_end, taught_ends
+from launcher.data.ends import own_end, stop_token_ids
 from launcher.data.loader import (
     GlobalBatch,
     MicroBatches,
@@ -318,7 +318,7 @@ def trained_prompts(
     name = tokenizer_name(data, model)
     if name is None:
         return TrainedPrompts(None, ())
-    return TrainedPrompts(_template(data, name, forms), (*taught_ends(data, tokenizer=name),))
+    return TrainedPrompts(_template(data, name, forms), (*stop_token_ids(data, tokenizer=name),))
 
 
 def recorded_prompts(record: Json | None, data: schema.Data, model: schema.Model) -> TrainedPrompts:
@@ -330,7 +330,7 @@ def recorded_prompts(record: Json | None, data: schema.Data, model: schema.Model
     return trained_prompts(data, model, set(forms))
 
 
-def teach_ends(model: nn.Module, ends: Sequence[int], tokenizer: str | None) -> None:
+def set_stop_tokens(model: nn.Module, ends: Sequence[int], tokenizer: str | None) -> None:
     """Adds the tokens that end answers in the training data to the model's generation config."""
     if tokenizer is not None and ends:
         add_ends(model, ends, hugging_face_tokenizer(tokenizer).convert_ids_to_tokens)
@@ -363,7 +363,7 @@ def tokenizer_to_keep(
     source = None
     if str(name) != "bytes":
         source = model_folder(name, key="data.tokenizer", weights=False)
-    ids = taught_ends(data, tokenizer=name) if prompts is None else prompts.ends
+    ids = stop_token_ids(data, tokenizer=name) if prompts is None else prompts.ends
     end = own_end(ids, tokenizer=name, template=template, known=_ends_of_source(model))
     if end is not None:
         tokenizer = copy.deepcopy(tokenizer)

@@ -35,8 +35,8 @@ def text_config(model: nn.Module) -> Any:
 
 
 def layer_configs(config: Any) -> list[Any]:
-    """The config of each layer, if they differ (the heads of Gemma 4); else the config alone. Of a
-    config whose layers differ, transformers refuses to read what differs."""
+    """The config of each layer, if they differ (the heads of Gemma 4); else the config alone.
+    transformers raises when a value that differs between layers is read from such a config."""
     if getattr(config, "is_heterogeneous", False):
         return list(config.per_layer_config)
     return [config]

@@ -149,7 +149,7 @@ class Pairs(Objective):
 
     unit: ClassVar[str] = "pairs"
     texts: ClassVar[int] = 2
-    counts_losses: ClassVar[str] = "pairs"
+    loss_unit: ClassVar[str] = "pairs"
 
     def packs(self, data: schema.Data) -> bool:
         """A pair is two documents in a row, also without packing."""

@@ -104,16 +104,17 @@ class Objective(ABC):
     """Whether a sample has random numbers, which differ from epoch to epoch."""
     divides_loss: ClassVar[bool] = True
     """Whether the loss has a part for each source of a mixture."""
-    trains_sequences: ClassVar[bool] = True
-    """Whether a sample is a sequence of tokens, for which documents are kept apart, and whose logits
-    are those of a vocabulary."""
+    packs_documents: ClassVar[bool] = True
+    """Whether several documents may share a row, each with tokens that have a target."""
+    predicts_tokens: ClassVar[bool] = True
+    """Whether the logits that the loss is computed from are those of a vocabulary."""
     trains_classes: ClassVar[bool] = False
     """Whether a document of the store has a class, which the model must know."""
     causal: ClassVar[bool] = True
     """Whether rows of one document need no attention mask but the causal one."""
-    counts_losses: ClassVar[str] = "tokens"
+    loss_unit: ClassVar[str] = "tokens"
     """What the loss is a mean over."""
-    shows_loss: ClassVar[bool] = True
+    targets_are_fixed: ClassVar[bool] = True
     """Whether the tokens with loss are those of the store, the same in each epoch."""
 
     @classmethod
@@ -140,7 +141,7 @@ class Objective(ABC):
 
     def packs(self, data: schema.Data) -> bool:
         """Whether a row of the model has several documents."""
-        return data.packing and self.trains_sequences
+        return data.packing and self.packs_documents
 
     @property
     def target_share(self) -> float:
@@ -160,10 +161,10 @@ class Objective(ABC):
         """Packs all documents of a store, or those with the numbers `documents`. Raises RecipeError
         if no token has loss."""
         sequences = self.pack(store, data, documents)
-        if self.trains_sequences and not sequences.targets:
+        if self.packs_documents and not sequences.targets:
             names = store.fingerprint.get("files", ())
             raise RecipeError(no_targets(first_names(names), data))
-        packed = data.packing and self.trains_sequences and not data.joins_rows
+        packed = data.packing and self.packs_documents and not data.joins_rows
         inputs = model.inputs(data.row_length, packed=packed, joined=data.joins_rows)
         return SequenceDataset(store, sequences, self.for_model(data, model), inputs, documents)
 
@@ -227,7 +228,7 @@ class Objective(ABC):
         if images or lost:
             text += f"; {images:,} images"
             text += f" ({lost:,} more are dropped or cut off)" if lost else ""
-        if dataset.store.labels is not None and self.shows_loss:
+        if dataset.store.labels is not None and self.targets_are_fixed:
             text += f"; {sequences.targets / tokens:.1%} of these tokens carry loss"
         return text
 

@@ -24,10 +24,11 @@ from launcher.recipe import schema
 class Classification(Objective):
     """A sample is a document, which has a class."""
 
-    trains_sequences: ClassVar[bool] = False
+    packs_documents: ClassVar[bool] = False
+    predicts_tokens: ClassVar[bool] = False
     trains_classes: ClassVar[bool] = True
     causal: ClassVar[bool] = False
-    shows_loss: ClassVar[bool] = False
+    targets_are_fixed: ClassVar[bool] = False
 
     def pack(self, store: TokenStore, data: schema.Data, documents: Integers | None) -> Sequences:
         """A document in each sequence. The tokenizer has cut them."""

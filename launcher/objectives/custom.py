@@ -21,10 +21,11 @@ class Custom(Objective):
 
     data: CustomData | None = None
     """What the function returned; None: it was not called yet."""
-    trains_sequences: ClassVar[bool] = False
+    packs_documents: ClassVar[bool] = False
+    predicts_tokens: ClassVar[bool] = False
     causal: ClassVar[bool] = False
     divides_loss: ClassVar[bool] = False
-    shows_loss: ClassVar[bool] = False
+    targets_are_fixed: ClassVar[bool] = False
 
     def for_custom(self, data: CustomData) -> Custom:
         """With the loss of the data."""

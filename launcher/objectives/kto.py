@@ -31,7 +31,7 @@ class Kto(Answers):
     good."""
 
     settings: schema.Kto = field(default_factory=schema.Kto)
-    counts_losses: ClassVar[str] = "answers"
+    loss_unit: ClassVar[str] = "answers"
     unit: ClassVar[str] = "answers"
     metrics: ClassVar[tuple[str, ...]] = (
         "rewards/accuracies",

@@ -83,7 +83,7 @@ class Masked(Objective):
     draws: ClassVar[bool] = True
     divides_loss: ClassVar[bool] = False
     causal: ClassVar[bool] = False
-    shows_loss: ClassVar[bool] = False
+    targets_are_fixed: ClassVar[bool] = False
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, *, trained: bool) -> Masked:

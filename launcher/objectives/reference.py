@@ -28,7 +28,7 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import TrainingError
 from launcher.models.micro_batch import MicroBatch
 from launcher.objectives.kept_files import SAVED_SECONDS, Reference, ReferenceFile
-from launcher.objectives.passes import rows_in_order
+from launcher.objectives.sweeps import rows_in_order
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel
 

@@ -36,7 +36,7 @@ class Reward(Pairs):
     """The model's id for padding. transformers takes the score of the last other token."""
     metrics: ClassVar[tuple[str, ...]] = ("accuracy", "margin", "mean_reward")
     """Means over pairs. The names are TRL's."""
-    shows_loss: ClassVar[bool] = False
+    targets_are_fixed: ClassVar[bool] = False
 
     def change_model(self, model: PreTrainedModel, *, row_length: int) -> None:
         """Raises RecipeError if the model does not score each token."""

@@ -38,7 +38,7 @@ from launcher.models.description import describe
 from launcher.models.head import computes_loss
 from launcher.models.micro_batch import MicroBatch
 from launcher.objectives.kept_files import TeacherFile, top_k_dtype
-from launcher.objectives.passes import rows_in_order
+from launcher.objectives.sweeps import rows_in_order
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import WrappedModel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +62,21 @@ def make_optimizer(
         if not inner:
             raise RecipeError("optimizer.name: muon: the model has no matrix in a block; use adamw")
 
-    def sort(name: str, parameter: torch.Tensor) -> tuple[int, float]:
-        number = 3 if name in inner else 2 if name in decayed else min(parameter.ndim, 1)
-        return number, ratios.get(name, 1.0)
+    def sort(name: str, parameter: torch.Tensor) -> tuple[Kind, float]:
+        if name in inner:
+            kind = Kind.ORTHOGONALIZED
+        elif name in decayed:
+            kind = Kind.MATRIX
+        else:
+            kind = Kind.VECTOR if parameter.ndim else Kind.SCALAR
+        return kind, ratios.get(name, 1.0)
 
     groups: list[Group] = []
-    for number in (3, 2, 1, 0):  # orthogonalized, other matrices, vectors, scalars
-        decay = optimizer.weight_decay if number > 1 else 0.0
-        options = {"weight_decay": decay, "orthogonalize": number == 3}
+    for kind in Kind:
+        decay = optimizer.weight_decay if kind in (Kind.ORTHOGONALIZED, Kind.MATRIX) else 0.0
+        options = {"weight_decay": decay, "orthogonalize": kind is Kind.ORTHOGONALIZED}
         for ratio in dict.fromkeys((1.0, *ratios.values())):
-            named = [(name, p) for name, p in trained.items() if sort(name, p) == (number, ratio)]
+            named = [(name, p) for name, p in trained.items() if sort(name, p) == (kind, ratio)]
             if named:
                 groups.append({"params": named, "ratio": ratio, **options})
     made = _make(groups, optimizer, seed)
@@ -95,6 +101,15 @@ def _make(groups: list[Group], optimizer: schema.Optimizer, seed: int) -> torch.
     if optimizer.name == "adafactor":
         return Adafactor(groups, {"lr": rate})
     return AdamW(groups, **adamw, fused=True)
+
+
+class Kind(Enum):
+    """Kinds of parameters, each a parameter group, in this order."""
+
+    ORTHOGONALIZED = "orthogonalized by Muon"
+    MATRIX = "another matrix, with weight decay"
+    VECTOR = "vector"
+    SCALAR = "scalar"
 
 
 class AdamW(torch.optim.AdamW):

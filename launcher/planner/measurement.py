@@ -297,7 +297,12 @@ def _train(recipe: Recipe, ranks: RankLayout, mark: Callable[[str], None], *, st
         average_decay=recipe.optimizer.ema,
     )
     for _ in train_steps(
-        wrapped, batches, loss=data.loss, update=update, ranks=ranks.size, heartbeat=heartbeat
+        wrapped,
+        batches,
+        loss=data.loss,
+        update=update,
+        averaged_over=ranks.size,
+        heartbeat=heartbeat,
     ):
         pass
     weights = [*module.parameters(), *module.buffers()]

@@ -33,7 +33,7 @@ from launcher.recipe.validate import check
 EQUAL_SPEED = 0.02
 """Relative difference of speeds: of configurations that differ by less, the simplest is chosen."""
 LESS_MEMORY = 0.8
-"""Each configuration that is shown needs at most this share of the memory of the configuration
+"""A slower configuration is shown only if it needs at most this share of the memory of the one
 before it."""
 SHOWN = 7
 TRACES = 5

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from launcher.optimizers.muon import STEPS
 from launcher.planner.machine import ADAMW_BYTES, DISK, Machine
 from launcher.planner.profile import ModelProfile
-from launcher.planner.work import Pass, Work
+from launcher.planner.work import BlockCost, Work
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import offloads_parameters
 
@@ -156,7 +156,9 @@ def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
     selects = checkpointing is not None and checkpointing.mode == "selective" and not compiled
     launch = LAUNCH_SELECTIVE if selects else LAUNCH
 
-    def seconds(layer: Pass, fused: float = 1.0, faster: float = 1.0) -> tuple[float, float, float]:
+    def seconds(
+        layer: BlockCost, fused: float = 1.0, faster: float = 1.0
+    ) -> tuple[float, float, float]:
         """Forward, backward, selective recomputation."""
         products, attention = layer.products / rate, layer.attention / (ATTENTION * rate)
         moved, launches = fused * layer.moved / rates.memory_bandwidth, faster * layer.launches

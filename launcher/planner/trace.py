@@ -207,7 +207,7 @@ def _run(
                 _batches(data, micro_batches),
                 loss=data.loss,
                 update=update,
-                ranks=ranks.size,
+                averaged_over=ranks.size,
                 heartbeat=observer.heartbeat,
             )
             try:

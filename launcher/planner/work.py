@@ -66,7 +66,7 @@ def with_most_saved(profile: ModelProfile, recipe: Recipe) -> ModelProfile:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
+class BlockCost:
     """The forward pass of a block, or of the root, in one micro-batch. Bytes."""
 
     kept: float
@@ -179,7 +179,7 @@ class Work:
             self.tower_recomputed = [False] * len(self.tower)
         self.root = self._root()
 
-    def _block(self, kind: int, weights: WeightGroup) -> Pass:
+    def _block(self, kind: int, weights: WeightGroup) -> BlockCost:
         """The forward pass of a block of this class."""
         profile, size, tokens = self.profile, self.size, self.tokens
         matrices = [(m[-2], m[-1], profile.experts if len(m) == 3 else 1) for m in weights.matrices]
@@ -211,7 +211,7 @@ class Work:
         # With adapters, frozen weights are held in the dtype that autocast would cast them to
         dense = weights.trained if weights.adapted else weights.count
         largest = max(weights.quantized, default=0)
-        return Pass(
+        return BlockCost(
             kept=kept,
             eager=eager,
             selective=selective,
@@ -228,7 +228,7 @@ class Work:
             dequantized=size * largest + (0 if self.on_gpu else 6 * min(largest, AT_ONCE)),
         )
 
-    def _tower_block(self, weights: WeightGroup) -> Pass:
+    def _tower_block(self, weights: WeightGroup) -> BlockCost:
         """The forward pass of a block of the tower, for the largest images in full rows."""
         tower, size = self.profile.tower, self.size
         rows = self.rows_of_images
@@ -249,7 +249,7 @@ class Work:
             moved = OVER_MATRICES * size * patches * ends
             kept = eager = moved if tower.trained else 0.0
             selective, moved, launches = SELECTED * kept, MOVED * moved, LAUNCHES
-        return Pass(
+        return BlockCost(
             kept=kept,
             eager=eager,
             selective=selective,
@@ -264,13 +264,13 @@ class Work:
             backward=tower.trained,
         )
 
-    def _root(self) -> Pass:
+    def _root(self) -> BlockCost:
         """The forward pass of the embedding, the last norm (in float32) and the head, without the
         logits."""
         profile, size, hidden, tokens = self.profile, self.size, self.profile.hidden, self.tokens
         cast = self.autocast and not (profile.root.adapted and not profile.root.trained)
         kept = (3 * size + 4) * hidden * tokens
-        return Pass(
+        return BlockCost(
             kept=kept,
             eager=kept,
             output=size * hidden * tokens,

@@ -9,10 +9,10 @@ from typing import Any
 from launcher.distributed.rank_layout import PARALLEL_SIZES
 from launcher.recipe.decode import KeyPath, subsection
 from launcher.recipe.layouts import (
+    EXPLICIT_ONLY,
     KEYS,
     KINDS,
     NAMES,
-    SWITCHES,
     TOKEN_KINDS,
     RowKind,
     kinds_where,
@@ -225,9 +225,9 @@ def _columns(recipe: Recipe) -> Found:
         for name in section.columns or ():
             role, where = role_of(name), (*path, "columns", name)
             if role is None:
-                known = [role for role in NAMES if role not in SWITCHES]
+                known = [role for role in NAMES if role not in EXPLICIT_ONLY]
                 what = f"no column of a row is called so; known here: {', '.join(known)}"
-                if name in SWITCHES:
+                if name in EXPLICIT_ONLY:
                     what = f"has a key of its own: data.{KEYS[name]}"
                 yield where, what
                 continue

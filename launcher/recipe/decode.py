@@ -123,7 +123,7 @@ def decode(plain: dict[str, Any]) -> tuple[Recipe, list[Problem], set[KeyPath]]:
     except ValidationError as error:
         problems, misspelt = _problems(plain, error)
     defaults = dataclasses.asdict(DEFAULT)
-    unsound = {unit(path) for path in misspelt | {problem.path for problem in problems}}
+    unsound = {invalidated_with(path) for path in misspelt | {problem.path for problem in problems}}
     sound = {
         section: {name: value for name, value in values.items() if (section, name) not in unsound}
         for section, values in plain.items()
@@ -132,7 +132,7 @@ def decode(plain: dict[str, Any]) -> tuple[Recipe, list[Problem], set[KeyPath]]:
     return _adapter().validate_python(merged(defaults, sound)), problems, unsound
 
 
-def unit(path: KeyPath) -> KeyPath:
+def invalidated_with(path: KeyPath) -> KeyPath:
     """What becomes unsound with a key: the key of a section that holds it, or the whole section if
     its default is null."""
     return path[: 1 if getattr(DEFAULT, str(path[0]), None) is None else 2]

@@ -173,8 +173,8 @@ KEYS = {
     )
 }
 """The keys of `data` that name the column of a role."""
-SWITCHES = ("weights", "margin")
-"""Roles whose keys also switch something on, so that `data.columns` does not take them."""
+EXPLICIT_ONLY = ("weights", "margin")
+"""Roles that are read only if their own key names the column, and not by `data.columns`."""
 
 _BY_DEFAULT = ("text", "chosen", "rejected", "label")
 """Roles whose key has the name of the role as its default."""
@@ -304,7 +304,7 @@ def roles_of(kind: str) -> frozenset[str]:
 
 def role_of(name: str) -> str | None:
     """The role that a key of `data.columns` stands for: a role, or one of its usual names."""
-    if name in SWITCHES:
+    if name in EXPLICIT_ONLY:
         return None
     if name in NAMES:
         return name
@@ -703,7 +703,7 @@ def describe_column(column: str, value: object, found: Match) -> str:
     if not words:
         return column
     free = role in roles_of(found.layout.kind) and role not in found.columns
-    if role in SWITCHES:
+    if role in EXPLICIT_ONLY:
         key = typed(f"data.{KEYS[role]}", column)
     else:
         key = typed(f"data.columns.{role}", column)

@@ -39,9 +39,9 @@ from launcher.recipe.decode import (
     Reference,
     decode,
     dotted,
+    invalidated_with,
     merged,
     shown,
-    unit,
 )
 from launcher.recipe.find import find_recipe, shown_path, written_as
 from launcher.recipe.layouts import guess, lost_meaning, named_columns, no_layout
@@ -164,7 +164,7 @@ def load_recipe(
     recipe, wrong, unsound = decode(plain)
     problems += [problem for problem in wrong if problem.path not in reported]
     recipe = _decide_compile(recipe, origins)
-    unsound |= {unit(path) for path in reported}
+    unsound |= {invalidated_with(path) for path in reported}
     problems += check(recipe, ranks=ranks, unsound=unsound, files=files)
     if ("run", "dir") not in origins.places:  # its default has the problems of run.name
         problems = [problem for problem in problems if problem.path != ("run", "dir")]

@@ -290,7 +290,7 @@ class Reporter:
         if not self._main:
             return known
         record: Json = {"step": step, **metrics, "eval_tokens": whole.tokens}
-        unit = dataset_objective(self._training.data.training).counts_losses
+        unit = dataset_objective(self._training.data.training).loss_unit
         text = (
             f"evaluation after step {step}: loss {whole.loss:.4f} over {whole.tokens:,} {unit} "
             f"({seconds_as_text(seconds)})"

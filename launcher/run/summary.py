@@ -246,7 +246,7 @@ def _batch(training: Training) -> Iterator[str]:
     count, verb = ("1 step", "is") if steps == 1 else (f"{steps} steps", "are")
     text = f"batch: {batch.global_batch_size} {unit} = {parts}; {count}"
     samples = data.start.samples + (steps - data.start.step) * batch.global_batch_size
-    if passes := data.order.passes(samples):
+    if passes := data.order.epochs_seen(samples):
         numbers = [f"{number:,.0f}" if number >= 10 else f"{number:.2g}" for number in passes]
         noun = "pass" if numbers == ["1"] else "passes"
         text += f" {verb} {' and '.join(numbers)} {noun} over the data"

@@ -15,7 +15,7 @@ from launcher.data.loader import StepStatistics, StepTotals, to_device
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.objectives.base import Objective, dataset_objective
-from launcher.objectives.passes import evaluation_batches
+from launcher.objectives.sweeps import evaluation_batches
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel
 from launcher.training.generation import Generator, Scored

@@ -92,8 +92,8 @@ def train_steps(
     *,
     loss: Loss,
     update: Update,
-    ranks: int,
-    copies: int = 1,
+    averaged_over: int,
+    ranks_per_group: int = 1,
     heartbeat: Callable[[str], None] = lambda phase: None,
     stop_reached: Callable[[], bool] = lambda: False,
 ) -> Iterator[Step]:
@@ -104,16 +104,16 @@ def train_steps(
 
     The loss of a global batch is the sum of the losses of its tokens, divided by the sum of the
     weights of its tokens with a target, or without weights by their number. Both sums are over all
-    micro-batches and ranks. The strategy averages gradients over `ranks`, so the loss is multiplied
-    by `ranks` before the backward pass. With tensor parallelism, `ranks` is the number of groups,
-    and `copies` the number of ranks of a group, which compute the same tokens.
+    micro-batches and ranks. The strategy averages gradients over `averaged_over` groups of
+    `ranks_per_group` ranks that compute the same tokens, so the loss is multiplied by the number of
+    groups before the backward pass.
     """
     wrapped.root.train()
     heartbeat("data")
     batch = next(batches, None)
     while batch is not None:
         targets = batch.statistics.loss_tokens()
-        factor = ranks / targets.masked_fill(targets == 0, 1)
+        factor = averaged_over / targets.masked_fill(targets == 0, 1)
         if update.loss_scale.enabled:
             factor = factor * update.loss_scale.value
         total = wrapped.accumulate(
@@ -124,7 +124,10 @@ def train_steps(
             return
         heartbeat("optimizer")
         norm, skipped, rate = update.apply(wrapped, batch.step, targets)
-        mean, metrics = total / (targets if copies == 1 else copies * targets), None
+        mean, metrics = (
+            total / (targets if ranks_per_group == 1 else ranks_per_group * targets),
+            None,
+        )
         if mean.ndim:
             mean, metrics = mean[0], mean[1:]
         step = Step(batch.step, mean, norm, skipped, rate, batch, metrics)

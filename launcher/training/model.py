@@ -320,7 +320,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         model,
         packed=packed,
         drops_causal_mask=objective.causal,
-        transforms=objective.trains_sequences,
+        transforms=objective.predicts_tokens,
         chunked_loss=recipe.model.chunked_loss,
         compile=recipe.model.compiles and bool(blocks),
         sequence_length=data.row_length,

@@ -22,7 +22,7 @@ from launcher.data.run_data import (
     RunData,
     TrainedPrompts,
     open_run_data,
-    teach_ends,
+    set_stop_tokens,
     tokenizer_to_keep,
     trained_prompts,
 )
@@ -125,8 +125,8 @@ class Training:
                 average_decay=optimizer.ema,
                 wait_for_copies=hooks.wait_for_copies,
             ),
-            ranks=self.ranks.tensor_parallel_groups,
-            copies=self.ranks.tensor_parallel_size,
+            averaged_over=self.ranks.tensor_parallel_groups,
+            ranks_per_group=self.ranks.tensor_parallel_size,
             heartbeat=hooks.heartbeat,
             stop_reached=hooks.stop_reached,
         )
@@ -157,8 +157,8 @@ def assemble(
     """Builds everything. Every rank must call this. `prepared` is the model if it is built already.
     Calls `heartbeat` with each part that it begins to build, and `check_data` when the data is
     open. With `build_data` this process tokenizes what is not cached (one process of a node).
-    `skipped_rows` is a file for the rows of a stream that cannot be used; The objective reads from
-    `kept_file` what it computes before the first step, or writes it there."""
+    `skipped_rows`: a file that lists the rows of a streamed data set that cannot be used.
+    `kept_file`: a cache of what the objective computes before the first step."""
     ranks = ranks.with_sizes(recipe.strategy)
     prepared = prepared or prepare_model(recipe, device=ranks.device)
     model, objective = prepared.model, prepared.objective
@@ -209,7 +209,7 @@ def assemble(
     if ranks.rank == 0 or generates:  # rank 0 records them in checkpoints
         prompts = trained_prompts(recipe.data, recipe.model, data.training.prompt_forms)
         if generates:
-            teach_ends(model, prompts.ends, tokenizer)
+            set_stop_tokens(model, prompts.ends, tokenizer)
     return Training(
         recipe,
         ranks,

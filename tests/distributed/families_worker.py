@@ -95,7 +95,7 @@ def step(model_type, strategy, ranks):
     data = prepared.synthetic_data(recipe.data, recipe.batch)
     update = Update(optimizer, lambda step: 1e-3, LossScale(CPU, enabled=False), 1.0)
     batches = data.batches(ranks, micro_batches=2, steps=1)
-    (done,) = train_steps(wrapped, batches, loss=data.loss, update=update, ranks=ranks.size)
+    (done,) = train_steps(wrapped, batches, loss=data.loss, update=update, averaged_over=ranks.size)
     norm = float(done.grad_norm)
     assert math.isfinite(norm), f"the gradient norm is {norm}"
     return float(done.loss)

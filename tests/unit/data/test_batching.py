@@ -165,7 +165,7 @@ def test_mixture_keeps_its_shares_in_every_window(weights, shares):
         part = sources[start : start + 96]
         for source, share in enumerate(shares):
             assert abs(part.count(source) - 96 * share) <= 2
-    assert order.passes(4096) == pytest.approx(
+    assert order.epochs_seen(4096) == pytest.approx(
         [4096 * share / size for share, size in zip(shares, sizes, strict=True)]
     )
 

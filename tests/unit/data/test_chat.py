@@ -14,7 +14,7 @@ import pytest
 
 from launcher.data.chat_template import ChatTemplate
 from launcher.data.encoder import make_encoder
-from launcher.data.ends import taught_ends
+from launcher.data.ends import stop_token_ids
 from launcher.data.messages import (
     RowError,
     parse_arguments,
@@ -1357,7 +1357,7 @@ def test_ends_of_the_training_data(tmp_path, folder):
     def ends(template=None, **data):
         if template is not None:
             data["chat_template"] = str(write(tmp_path / "template.jinja", template))
-        found = taught_ends(schema.Data(**data), tokenizer=folder)
+        found = stop_token_ids(schema.Data(**data), tokenizer=folder)
         return [tokenizer.convert_ids_to_tokens(token) for token in found]
 
     assert ends() == ["<eos>"]
@@ -1390,7 +1390,7 @@ def test_ends_of_the_training_data(tmp_path, folder):
     source = {"files": ("x",), "weight": 1.0}
     mixture = {"a": schema.Source(**source), "b": schema.Source(kind="chat", **source)}
     assert ends(kind="text", train=mixture) == ["<eos>", "<|end|>"]
-    assert taught_ends(schema.Data(kind="chat"), tokenizer="bytes") == [256]
+    assert stop_token_ids(schema.Data(kind="chat"), tokenizer="bytes") == [256]
 
 
 CALL = {"function": {"name": "f", "arguments": {}}}

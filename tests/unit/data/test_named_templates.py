@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from launcher.data.chat_template import ChatTemplate, read_template
 from launcher.data.encoder import make_encoder
-from launcher.data.ends import taught_ends
+from launcher.data.ends import stop_token_ids
 from launcher.data.messages import RowError
 from launcher.data.run_data import tokenizer_to_keep, trained_prompts
 from launcher.data.tokenizer import ExtendedName
@@ -204,13 +204,13 @@ def test_a_tokenizer_without_the_tokens_of_a_template_is_said(tmp_path):
     )
     assert note.endswith(f"; {mend} makes them tokens that end answers")
     eos = bpe_tokenizer().eos_token_id
-    assert taught_ends(data, tokenizer=plain) == [eos]
+    assert stop_token_ids(data, tokenizer=plain) == [eos]
     (one,) = encode_file(tmp_path, [{"messages": CHAT}], "chat", plain, chat_template="chatml")
     assert one.ids[-1] == one.labels[-1] == eos
 
     grown = ExtendedName(plain, ("<|im_start|>", "<|im_end|>"))
     assert make_encoder("chat", data, tokenizer=grown).notes == []
-    (end,) = taught_ends(data, tokenizer=grown)
+    (end,) = stop_token_ids(data, tokenizer=grown)
     (one,) = encode_file(tmp_path, [{"messages": CHAT}], "chat", grown, chat_template="chatml")
     assert (one.labels == end).sum() == 2
     assert eos not in one.ids
@@ -227,7 +227,7 @@ def test_an_export_has_the_named_template_and_its_end(tmp_path):
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert loaded.chat_template == read_template("chatml")
     assert loaded.apply_chat_template(CHAT, tokenize=False) == re.sub(r"[\[\]]", "", CHATML)
-    assert taught_ends(data, tokenizer=folder) == [loaded.convert_tokens_to_ids("<|im_end|>")]
+    assert stop_token_ids(data, tokenizer=folder) == [loaded.convert_tokens_to_ids("<|im_end|>")]
 
 
 def test_a_tokenizer_without_a_template_names_one(tmp_path):

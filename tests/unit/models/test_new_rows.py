@@ -8,7 +8,7 @@ import transformers
 from peft import LoraConfig, PeftModel
 
 from launcher.data.encoder import make_encoder
-from launcher.data.ends import taught_ends
+from launcher.data.ends import stop_token_ids
 from launcher.data.tokenizer import (
     ExtendedName,
     hugging_face_tokenizer,
@@ -61,7 +61,7 @@ def test_a_new_token_ends_turns_and_generation(tmp_path):
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|end_of_turn|>{% endfor %}"
     (tmp_path / "template.jinja").write_text(template)
     data = Data(kind="chat", chat_template=str(tmp_path / "template.jinja"))
-    assert taught_ends(data, tokenizer=NAME) == [262]
+    assert stop_token_ids(data, tokenizer=NAME) == [262]
     answer = {"role": "assistant", "content": "<tool_call>x</tool_call>"}
     row = Row(SourcePart("a", "jsonl"), 0, {"messages": [{"role": "user", "content": "q"}, answer]})
     (encoded,) = make_encoder("chat", data, tokenizer=NAME).encode_rows([row])

@@ -84,7 +84,7 @@ def test_step_ends_before_the_next_batch_is_fetched():
             loss_scale=LossScale(torch.device("cpu"), enabled=False),
             max_grad_norm=None,
         ),
-        ranks=1,
+        averaged_over=1,
         heartbeat=events.append,
     )
     assert [step.number for step in steps] == [1, 2]

@@ -65,7 +65,7 @@ def test_step_without_a_target_changes_nothing(name):
         batches(),
         loss=lambda model, batch: model(torch.ones(2, 4)).square().sum() * batch.extra["weight"],
         update=Update(optimizer, lambda step: 0.1, LossScale(ALONE.device, enabled=False), None),
-        ranks=1,
+        averaged_over=1,
     )
     found = [state()]
     for step in steps:
@@ -168,7 +168,7 @@ def test_a_step_ends_before_a_micro_batch_if_the_run_stops():
         batches,
         loss=lambda model, row: model(**row.inputs).square().sum(),
         update=Update(optimizer, lambda step: 0.1, LossScale(ALONE.device, enabled=False), None),
-        ranks=1,
+        averaged_over=1,
         stop_reached=lambda: asked.append(None) or len(asked) == 6,
     )
     assert next(steps).number == 1
