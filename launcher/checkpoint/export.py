@@ -35,9 +35,10 @@ from launcher.models.hugging_face_files import (
     write_weights,
 )
 from launcher.models.images import use_images
-from launcher.models.initialization import clean_name, initialize, materialize
+from launcher.models.initialization import initialize, materialize
 from launcher.models.load import ModelCheckpoint, open_checkpoint
 from launcher.models.lora import Read, adapted_weights, merged_reader
+from launcher.models.names import clean_name
 from launcher.models.new_rows import ids_of_adapter
 from launcher.models.nf4 import round_trip
 from launcher.models.nf4_layers import packable

@@ -11,9 +11,9 @@ from torch import nn
 from launcher.errors import RecipeError
 from launcher.models.dora import set_magnitudes
 from launcher.models.expert_adapters import file_form, is_factor, model_form
-from launcher.models.initialization import named_tensors
 from launcher.models.load import Load
 from launcher.models.lora import adapter_names, base_copies
+from launcher.models.names import named_tensors
 from launcher.models.safetensors_files import ADAPTER, StoredTensors, open_files
 from launcher.models.shards import copy_local_rows, local_part
 

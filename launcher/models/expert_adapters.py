@@ -21,7 +21,7 @@ from launcher.models.grouped_experts import (
     compute_in_groups,
     weight_names,
 )
-from launcher.models.initialization import clean_name
+from launcher.models.names import clean_name
 
 
 def expert_weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:

@@ -22,8 +22,8 @@ from launcher.libraries.private import (
 )
 from launcher.models.config_files import write_config, write_generation_config
 from launcher.models.expert_adapters import file_form
-from launcher.models.initialization import clean_name
 from launcher.models.lora import Read, adapted_weights, adapter_names, merged_reader, peft_config
+from launcher.models.names import clean_name
 from launcher.models.new_rows import PARAMETER
 from launcher.models.nf4 import packed_names, parts_of_rows, shape_of, unpacked
 from launcher.models.safetensors_files import ADAPTER_CONFIG, write_tensors

@@ -18,7 +18,6 @@ from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.libraries.private import (
-    CHECKPOINT_PREFIX,
     DISABLED_TORCH_FUNCTION,
     OpOverload,
     initialize_weights,
@@ -29,6 +28,7 @@ from launcher.libraries.private import (
 )
 from launcher.models import philox
 from launcher.models.grouped_experts import GroupedExperts
+from launcher.models.names import clean_name, named_tensors
 from launcher.models.nf4 import dtype_of, shape_of
 from launcher.models.shards import (
     compute_device,
@@ -48,20 +48,6 @@ _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
 _ARITHMETIC = {_aten.mul_.Tensor, _aten.div_.Tensor, _aten.add_.Tensor, _aten.sub_.Tensor}
 _ARITHMETIC |= {_aten.clamp_.default}
 """In-place elementwise operations, like _FILLS."""
-
-
-def clean_name(name: str) -> str:
-    """A name without the parts that activation checkpointing and peft's adapters insert."""
-    for inserted in (CHECKPOINT_PREFIX, "base_layer"):
-        name = name.replace(f"{inserted}.", "").removesuffix(inserted)
-    return name.rstrip(".")
-
-
-def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by clean name; a tied one under each of its names."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    buffers = model.named_buffers(remove_duplicate=False)
-    return {clean_name(name): tensor for name, tensor in (*parameters, *buffers)}
 
 
 def materialize(model: nn.Module, *, parameters: torch.device, buffers: torch.device) -> None:

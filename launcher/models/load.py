@@ -32,7 +32,8 @@ from launcher.models.build import (
 )
 from launcher.models.constructors import constructed_buffers
 from launcher.models.dequantized import dequantized, without_quantization
-from launcher.models.initialization import initialize, materialize, named_tensors, random_weights
+from launcher.models.initialization import initialize, materialize, random_weights
+from launcher.models.names import named_tensors
 from launcher.models.new_rows import PARAMETER, vocabulary_names
 from launcher.models.safetensors_files import StoredTensors, Tensors, open_folder, refuse_absent
 from launcher.models.shards import copy_local_rows, local_rows

@@ -26,7 +26,7 @@ from launcher.models.expert_adapters import (
     wrappers,
 )
 from launcher.models.images import is_of_projector
-from launcher.models.initialization import clean_name
+from launcher.models.names import clean_name
 from launcher.models.new_rows import PARAMETER, STORED, add_new_rows, ids_of_adapter, replaced
 from launcher.models.read_by_weight import read_by_weight
 from launcher.models.ties import tied_names

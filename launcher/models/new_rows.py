@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from launcher.errors import RecipeError
 from launcher.models.build import embeddings
-from launcher.models.initialization import clean_name
+from launcher.models.names import clean_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,7 +14,7 @@ from launcher.models.grouped_experts import (
     compute_in_groups,
     weight_names,
 )
-from launcher.models.initialization import clean_name
+from launcher.models.names import clean_name
 from launcher.models.nf4 import (
     BLOCK,
     has_kernel,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from launcher.libraries.private import names_in_float32
-from launcher.models.initialization import clean_name
+from launcher.models.names import clean_name
 
 if TYPE_CHECKING:
     from launcher.models.load import ModelCheckpoint

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from launcher.models.initialization import clean_name
+from launcher.models.names import clean_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -21,7 +21,7 @@ from launcher.models.build import parts_without_text
 from launcher.models.config_overrides import config_changes
 from launcher.models.float8 import describe_float8
 from launcher.models.head import computes_loss
-from launcher.models.initialization import clean_name
+from launcher.models.names import clean_name
 from launcher.models.nf4 import shape_of
 from launcher.models.nf4_layers import describe_nf4
 from launcher.models.recurrent import missing_kernels

@@ -17,10 +17,11 @@ from launcher.models import nf4, nf4_layers
 from launcher.models.attention import isolate_documents
 from launcher.models.build import build_model, find_blocks
 from launcher.models.hugging_face_files import export_hugging_face
-from launcher.models.initialization import clean_name, random_weights
+from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.models.micro_batch import MicroBatch
+from launcher.models.names import clean_name
 from launcher.recipe import schema
 from launcher.recipe.schema import Lora, Model
 from launcher.training import setup
