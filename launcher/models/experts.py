@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from launcher.errors import RecipeError
 from launcher.libraries.private import REDISTRIBUTE_LOGGER, expert_plan
 from launcher.models import tracing
-from launcher.models.expert_adapters import is_factor
+from launcher.models.adapted import adapter_parameters
+from launcher.models.names import clean_name
 
 KEY = "strategy.expert_parallel_size"
 _STACKED, _EXPERTS = "grouped_gemm", ("ep_dispatch_experts", "moe_tp_experts")
@@ -55,9 +56,11 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]
     if unknown := set(styles.values()) - {_STACKED, _ROUTER, *_EXPERTS}:
         what = f"the plan for {name} has unknown entries ({', '.join(sorted(unknown))})"
         raise RecipeError(f"{KEY}: {what}; use 1")
+    adapters = adapter_parameters(model)
     for path, module in found.items():
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", path)
-        names = [own for own, _ in module.named_parameters() if not is_factor(own)]
+        names = [own for own, _ in module.named_parameters()]
+        names = [own for own in names if clean_name(f"{path}.{own}") not in adapters]
         others = [own for own in names if f"{pattern}.{own}" not in styles]
         # transformers sets this attribute on modules that compute with its interface
         if others or not hasattr(module, "has_gate"):

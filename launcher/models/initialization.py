@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from launcher.libraries.private import (
     version_of,
 )
 from launcher.models import philox
-from launcher.models.grouped_experts import GroupedExperts
+from launcher.models.adapted import adapted_weights, adapter_modules
 from launcher.models.names import clean_name, named_tensors
 from launcher.models.nf4 import dtype_of, shape_of
 from launcher.models.shards import (
@@ -37,9 +37,6 @@ from launcher.models.shards import (
     local_rows,
     write,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 _UNSET = -24576
 """Value of signed buffers that nothing has set yet; exact in every float dtype."""
@@ -100,11 +97,12 @@ def initialize(
     value.
     """
     kept = {id(tensor) for name, tensor in named_tensors(model).items() if name in loaded}
-    modules = _children_first(model)
+    modules, adapters = _children_first(model), adapter_modules(model)
     drawn = [
         (name, module)
         for name, module in modules
-        if any(id(tensor) not in kept for tensor in (*module.parameters(), *module.buffers()))
+        if module not in adapters
+        and any(id(tensor) not in kept for tensor in (*module.parameters(), *module.buffers()))
     ]
     whole: list[InitialValues] = []
     placeholders = _placeholders(modules, seed, kept, whole)
@@ -119,9 +117,8 @@ def initialize(
             draw()
             while whole:
                 whole.pop().store()
-        for _, module in drawn:  # after all parents, which may draw all that a module has
-            if isinstance(module, GroupedExperts):
-                module.draw_adapters()
+        for each in adapted_weights(model):  # after all parents, which may draw all in a module
+            each.draw()
         for initial in initials:
             for draw in (draws or {}).get(initial.name, ()):
                 key = f"constructor {initial.name}"
@@ -214,9 +211,7 @@ def _children_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
     order: list[nn.Module] = []
     model.apply(order.append)
     names = {module: name for name, module in model.named_modules()}
-    modules = [(names[module], module) for module in dict.fromkeys(order)]
-    modules.sort(key=lambda named: ".lora_" in named[0])  # last: no parent draws them again
-    return modules
+    return [(names[module], module) for module in dict.fromkeys(order)]
 
 
 def initializers(
@@ -227,24 +222,11 @@ def initializers(
     modules = _children_first(model) if modules is None else modules
     for name, module in modules:  # what the constructors of an eager model do
         around = owner.get(module)
-        if (around is None or ".lora_" in name or not _of_transformers(around)) and (
-            reset := _reset_of(module)
-        ):
+        if (around is None or not _of_transformers(around)) and (reset := _reset_of(module)):
             yield name, reset
-    for name, module in modules:
-        yield name, partial(_draw, module, name, owner.get(module))
-
-
-def _draw(module: nn.Module, name: str, owner: PreTrainedModel | None) -> None:
-    """What follows the constructors."""
-    if "new_rows" in module._parameters:  # of a model without pretrained weights
-        nn.init.normal_(module.get_parameter("new_rows"), std=0.02)
-    if ".lora_B." in name:  # Hu et al., 2021: the product of A and B starts at zero
-        nn.init.zeros_(module.get_parameter("weight"))
-    elif ".lora_magnitude_vector." in name:  # set to norms of the weights once they are loaded
-        nn.init.ones_(module.get_parameter("weight"))
-    elif owner is not None and ".lora_" not in name:
-        initialize_weights(owner, module)
+    for name, module in modules:  # what follows the constructors
+        if (around := owner.get(module)) is not None:
+            yield name, partial(initialize_weights, around, module)
 
 
 @contextmanager

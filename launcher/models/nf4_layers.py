@@ -9,6 +9,7 @@ from torch import nn
 
 from launcher.console import count_as_text
 from launcher.errors import RecipeError
+from launcher.models.adapted import adapter_modules
 from launcher.models.grouped_experts import (
     can_compute_in_groups,
     compute_in_groups,
@@ -42,10 +43,10 @@ def packable(
     layers, and of experts that transformers computes in groups. Adapters are not among them, nor
     modules with a weight that is `kept`, by clean name, nor layers that are `read_by_weight`."""
     for path, block in blocks.items():
-        read = read_by_weight(block)
+        others = read_by_weight(block).keys() | adapter_modules(block)
         for name, module in block.named_modules(prefix=path):
             names: tuple[str, ...] = ()
-            if type(module) is nn.Linear and ".lora_" not in name and module not in read:
+            if type(module) is nn.Linear and module not in others:
                 names = ("weight",)
             elif can_compute_in_groups(module):
                 names = weight_names(module)
@@ -87,13 +88,15 @@ def _kinds_of_layers(blocks: Iterable[nn.Module]) -> str:
     """The kinds of layers with matrices in blocks, each with an example."""
     kinds: dict[str, str] = {}
     for block in blocks:
+        adapters = adapter_modules(block)
         for name, module in block.named_modules():
-            if ".lora_" in name or all(p.ndim < 2 for p in module.parameters(recurse=False)):
+            own = module.parameters(recurse=False)
+            if module in adapters or all(parameter.ndim < 2 for parameter in own):
                 continue
             kind = type(module).__name__
             if isinstance(module, nn.Linear):
                 kind += f" with rows of {module.in_features}"
-            kinds.setdefault(kind, name.removesuffix(".base_layer"))
+            kinds.setdefault(kind, clean_name(name))
     return ", ".join(f"{kind} (such as {name})" for kind, name in kinds.items())
 
 
