@@ -24,7 +24,7 @@ from launcher.models.constructors import Draws, refuse_plain_tensors
 from launcher.models.dequantized import settings_of
 from launcher.models.initialization import check_initializers
 from launcher.models.names import clean_name
-from launcher.models.nf4 import shape_of
+from launcher.models.nf4 import shapes
 from launcher.models.tensor_names import record_conversions
 from launcher.recipe.functions import call_function
 from launcher.recipe.hub import model_folder
@@ -577,5 +577,7 @@ def _used_parameters(
     counts = ("num_experts", "num_local_experts", "n_routed_experts")
     experts = next((n for name in counts if (n := largest_of_layers(config, name))), 1)
     share = (experts_of_token(config) or experts) / experts
+    shape_of = shapes(module)
     for name, parameter in module.named_parameters():
-        yield name, parameter, shape_of(parameter).numel() * (share if ".experts." in name else 1.0)
+        count = shape_of[parameter].numel()
+        yield name, parameter, count * (share if ".experts." in name else 1.0)

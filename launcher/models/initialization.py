@@ -29,7 +29,7 @@ from launcher.libraries.private import (
 from launcher.models import philox
 from launcher.models.adapted import adapted_weights, adapter_modules
 from launcher.models.names import clean_name, named_tensors
-from launcher.models.nf4 import dtype_of, shape_of
+from launcher.models.nf4 import dtype_of, packed_in, shape_of
 from launcher.models.shards import (
     compute_device,
     copy_local_rows,
@@ -243,7 +243,8 @@ def _placeholders(
             if parameter is not None:
                 done = id(parameter) in kept or id(parameter) in initials
                 full_name = clean_name(f"{name}.{own}".removeprefix("."))
-                initial = InitialValues(full_name, parameter, seed, whole, skip=done)
+                packed = own in packed_in(module)
+                initial = InitialValues(full_name, parameter, seed, whole, skip=done, packed=packed)
                 initials.setdefault(id(parameter), initial)
                 values = initial.placeholder()
                 module._parameters[own] = nn.Parameter(values, requires_grad=False)
@@ -274,13 +275,22 @@ class InitialValues:
     """
 
     def __init__(
-        self, name: str, mine: torch.Tensor, seed: int, whole: list[InitialValues], *, skip: bool
+        self,
+        name: str,
+        mine: torch.Tensor,
+        seed: int,
+        whole: list[InitialValues],
+        *,
+        skip: bool,
+        packed: bool,
     ) -> None:
-        """`on_cpu` appends this instance to `whole`. `skip`: the parameter is not changed."""
-        self.name, self.mine, self.shape = name, None if skip else mine.detach(), shape_of(mine)
+        """`on_cpu` appends this instance to `whole`. `skip`: the parameter is not changed. `packed`:
+        it is in NF4."""
+        self.name, self.mine = name, None if skip else mine.detach()
+        self.shape = shape_of(mine) if packed else mine.shape
         # float32 even for a weight of fewer bits, so that the draw is the same
-        dtype = dtype_of(mine)
-        self.dtype = torch.float32 if dtype.is_floating_point else dtype
+        in_float32 = packed or mine.is_floating_point()
+        self.dtype = torch.float32 if in_float32 else mine.dtype
         self.key = philox.named_key(seed, name)
         self.whole: torch.Tensor | None = None
         self._whole_list = whole

@@ -19,11 +19,10 @@ from launcher.models.names import clean_name
 from launcher.models.nf4 import (
     BLOCK,
     has_kernel,
-    is_packed,
     linear,
     mark_packed,
     row_bytes,
-    shape_of,
+    shapes,
 )
 from launcher.models.read_by_weight import read_by_weight
 from launcher.models.shards import compute_device
@@ -102,10 +101,11 @@ def _kinds_of_layers(blocks: Iterable[nn.Module]) -> str:
 
 def describe_nf4(blocks: Iterable[nn.Module]) -> str:
     """How many weights of the blocks are in NF4, and which are not, for the summary of a run."""
-    named = [pair for block in blocks for pair in block.named_parameters()]
-    packed = [p for _, p in named if is_packed(p)]
-    others = [(n, p) for n, p in named if p.ndim > 1 and not p.requires_grad and not is_packed(p)]
-    numbers = sum(shape_of(p).numel() for p in packed)
+    pairs = [(block, shapes(block)) for block in blocks]
+    named = [(n, p, of[p]) for block, of in pairs for n, p in block.named_parameters()]
+    packed = [p for _, p, shape in named if shape != p.shape]
+    others = [(n, p) for n, p, s in named if p.ndim > 1 and not p.requires_grad and s == p.shape]
+    numbers = sum(shape.numel() for _, p, shape in named if shape != p.shape)
     text = f"nf4: {len(packed)} weights with {count_as_text(numbers)} parameters"
     if others:
         elements = count_as_text(sum(p.numel() for _, p in others))
