@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -63,8 +63,6 @@ class AdaptedWeight:
     """The layer; None if an adapter's file names one that the model does not have."""
     scale: float = 1.0
     """Of the product of the factors."""
-    keeps_ties: ClassVar[bool] = False
-    """Whether the weights that are tied to it change alike."""
 
     @classmethod
     def of(cls, layer: str, module: Any) -> Iterator[Self]:
@@ -210,10 +208,9 @@ class AdaptedExperts(AdaptedWeight):
 
     @classmethod
     def in_file(cls, model: nn.Module, config: Mapping[str, Any], keys: Names) -> Iterator[Self]:
-        ends = config.get("target_parameters") or ()
+        ends = tuple(f".{end}" for end in config.get("target_parameters") or ())
         for layer, module in model.named_modules():
-            names = weights_of(module)
-            names = [own for own in names if any(is_end_of(f"{layer}.{own}", end) for end in ends)]
+            names = [own for own in weights_of(module) if f".{layer}.{own}".endswith(ends)]
             yield from cls._of_layer(layer, module, names, scale_of(config))
 
     @classmethod
@@ -275,7 +272,6 @@ class NewRows(AdaptedWeight):
 
     ids: range = range(0)
     """Of the new tokens."""
-    keeps_ties: ClassVar[bool] = True
 
     @classmethod
     def of(cls, layer: str, module: Any) -> Iterator[Self]:
@@ -355,7 +351,7 @@ def adapter_parameters(model: nn.Module) -> set[str]:
 def adapted_ties(model: nn.Module, adapted: Iterable[AdaptedWeight]) -> dict[str, str]:
     """Tied parameters that are no longer equal once adapters are merged: each further name, and the
     first name, under which the parameter is stored."""
-    changed = {each.weight for each in adapted if not each.keeps_ties}
+    changed = {each.weight for each in adapted if not isinstance(each, NewRows)}
     groups = [tied for tied in tied_names(model) if not changed.isdisjoint(tied)]
     return {name: tied[0] for tied in groups for name in tied[1:]}
 
@@ -391,11 +387,6 @@ def ids_of_adapter(config: Mapping[str, Any]) -> range:
     """The ids of the new tokens in peft's adapter_config.json."""
     ids = [id for each in (config.get("trainable_token_indices") or {}).values() for id in each]
     return range(min(ids), max(ids) + 1) if ids else range(0)
-
-
-def is_end_of(name: str, entry: str) -> bool:
-    """Whether an entry of peft's target_parameters names a parameter: it is the end of its name."""
-    return f".{name}".endswith(f".{entry}")
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, AdapterTensor]:

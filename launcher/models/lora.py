@@ -15,7 +15,6 @@ from launcher.models.adapted import (
     AdaptedExperts,
     AdaptedLinear,
     adapter_parameters,
-    is_end_of,
     is_transposed,
     mark_adapted,
     scale_of,
@@ -346,7 +345,7 @@ def _shortened_parameters(model: nn.Module, weights: Collection[str]) -> list[st
     parameter has them, else the names."""
     short = sorted({".".join(name.split(".")[-2:]) for name in weights})
     names = (clean_name(name) for name, _ in model.named_parameters())
-    matched = sum(any(is_end_of(name, entry) for entry in short) for name in names)
+    matched = sum(any(_matches(name, entry) for entry in short) for name in names)
     return short if matched == len(weights) else [*weights]
 
 
