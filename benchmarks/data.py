@@ -66,7 +66,7 @@ STREAM = """
 import json, resource, sys, time
 from launcher.data.batching import RankBatchSampler, StreamOrder
 from launcher.data.encoder import make_encoder
-from launcher.data.sources import find_parts
+from launcher.sources.rows import find_parts
 from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs
 from launcher.objectives.next_token import NextToken

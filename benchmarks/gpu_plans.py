@@ -40,7 +40,8 @@ def planned(path: Path, gpu: str, ranks: int) -> dict[str, Any]:
 def plan(row: Row, gpu: str, ranks: int) -> dict[str, Any]:
     """Peak, time and MFU of a row on one node, by plan."""
     from launcher.distributed.hardware import peak_flops
-    from launcher.models.build import build_model, token_flops
+    from launcher.models.build import build_model
+    from launcher.models.flops import token_flops
     from launcher.planner.machine import known_machine
     from launcher.planner.plan import make_plan
     from launcher.planner.profile import profile_model

@@ -47,7 +47,7 @@ from gpu_rows import COMPILED, GROUPS, Row, rows_of  # noqa: E402
 from launcher.distributed import process_group  # noqa: E402
 from launcher.distributed.hardware import find_gpu, peak_flops  # noqa: E402
 from launcher.distributed.rank_layout import RankLayout  # noqa: E402
-from launcher.models.build import token_flops  # noqa: E402
+from launcher.models.flops import token_flops  # noqa: E402
 from launcher.optimizers.optimizer import LossScale  # noqa: E402
 from launcher.planner.recipe_values import micro_batches_of, with_random_weights  # noqa: E402
 from launcher.training.loop import Update, train_steps  # noqa: E402

@@ -31,9 +31,10 @@ from launcher.models.adapted import (
     ids_of_adapter,
     merged_reader,
 )
-from launcher.models.build import checkpoint_folder, find_blocks, is_pretrained
+from launcher.models.build import checkpoint_folder, is_pretrained
 from launcher.models.changes import adapt, build_with_tokens
 from launcher.models.config_files import set_dtype
+from launcher.models.description import describe
 from launcher.models.hugging_face_files import (
     LABELS,
     PROCESSOR,
@@ -60,10 +61,10 @@ from launcher.models.safetensors_files import (
 )
 from launcher.models.ties import untie
 from launcher.recipe.functions import refuse_code
-from launcher.recipe.hub import NAMED_TEMPLATES, model_folder, refuse_links
 from launcher.recipe.load import recorded_recipe
 from launcher.recipe.schema import Model, Recipe
 from launcher.reliability.json_files import Json
+from launcher.sources.hub import NAMED_TEMPLATES, model_folder, refuse_links
 
 
 def export_checkpoint(
@@ -225,7 +226,7 @@ def _rounded(read: Read, model: Any, recipe: Recipe, source: ModelCheckpoint) ->
     """Reads weights with the rounding that a run with lora.quantize trained with."""
     if recipe.lora is None or recipe.lora.quantize is None:
         raise RecipeError("export: base: quantized: the run has no lora.quantize")
-    packed = packable(find_blocks(model), kept_in_float32(model, torch.bfloat16, source))
+    packed = packable(describe(model).blocks, kept_in_float32(model, torch.bfloat16, source))
     weights = {id(module.get_parameter(name)) for module, name in packed}
     names = {clean_name(name) for name, p in model.named_parameters() if id(p) in weights}
 

@@ -27,20 +27,15 @@ from launcher.data.tokenizer_files import limit_pixels
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
 from launcher.models.adapted import ids_of_adapter
-from launcher.models.build import (
-    auto_class,
-    class_count,
-    is_classifier,
-    text_config,
-    vocabulary_size,
-)
+from launcher.models.build import auto_class
 from launcher.models.config_files import problems_of_older_readers
+from launcher.models.description import describe, is_classifier, text_config
 from launcher.models.hugging_face_files import PROCESSOR, exported_tensors
 from launcher.models.images import features_of
 from launcher.models.new_rows import grow_vocabulary
 from launcher.models.safetensors_files import ADAPTER, ADAPTER_CONFIG, open_files, open_folder
-from launcher.recipe.hub import CHAT_TEMPLATE
 from launcher.reliability.json_files import Json
+from launcher.sources.hub import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -75,7 +70,7 @@ def verify_export(
     tokenizer = None if kept is None else kept.tokenizer
     model = stored.load()
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary_size(model) or 1, _SHAPE, generator=generator)
+    ids = torch.randint(describe(model).vocabulary or 1, _SHAPE, generator=generator)
     images = images_of(recipe.images, recipe.model)
     adapter = (out / ADAPTER_CONFIG).is_file()
     seen = {} if images is None else example_image(images.rows)
@@ -88,7 +83,7 @@ def verify_export(
             facts.pop("AutoProcessor", None)
     options: dict[str, Any] = {}
     if is_classifier(model) and adapter:
-        options["num_labels"] = class_count(model)
+        options["num_labels"] = describe(model).classes
     auto = auto_class(config, recipe.model.task)
     del model, stored  # the fresh process needs as much memory
     trusted = recipe.model.trust_remote_code

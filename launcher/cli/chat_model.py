@@ -42,14 +42,14 @@ from launcher.data.tokenizer import (
 )
 from launcher.data.tokenizer_files import pixel_limit
 from launcher.errors import RecipeError
-from launcher.models.build import text_config
+from launcher.models.description import text_config
 from launcher.models.hugging_face_files import end_ids
 from launcher.models.safetensors_files import ADAPTER_CONFIG
 from launcher.recipe import schema
 from launcher.recipe.decode import shown
-from launcher.recipe.hub import model_folder
 from launcher.recipe.layouts import KINDS
 from launcher.recipe.load import recorded_recipe
+from launcher.sources.hub import model_folder
 
 _COLDEST = 1e-4
 """At a lower temperature the most likely token is taken: logits / temperature could overflow."""

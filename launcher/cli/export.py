@@ -21,10 +21,10 @@ from launcher.checkpoint.files import (
 from launcher.cli.app import flag, make_parent, option
 from launcher.console import configure_logging
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
-from launcher.recipe.find import no_such
 from launcher.recipe.functions import TRUST_HELP
 from launcher.recipe.section import Dtype
 from launcher.reliability.run_directory import RunFolder
+from launcher.sources.location import no_such
 
 _MOST_DELETED = 5
 """How often another checkpoint is taken because the run has deleted the one that was found."""

@@ -29,7 +29,6 @@ from launcher.data.encoder import make_encoder
 from launcher.data.loader import expected_padding
 from launcher.data.opening import make_order, open_dataset
 from launcher.data.problems import causes, problem_lines
-from launcher.data.sources import find_parts, read_all
 from launcher.data.streaming import assign_shards
 from launcher.data.token_store import store_rows
 from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
@@ -39,6 +38,8 @@ from launcher.objectives.base import count_images, dataset_objective
 from launcher.objectives.make import make_objective
 from launcher.recipe.schema import Batch, Recipe
 from launcher.run.sizes import model_inputs
+from launcher.sources.finding import find_parts
+from launcher.sources.rows import read_all
 from launcher.training.model import width_multiple
 
 if TYPE_CHECKING:

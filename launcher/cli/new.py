@@ -23,14 +23,14 @@ from launcher.console import bytes_as_text, program, two_digits, working
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError, suggestion
 from launcher.planner.formatting import speed_text
 from launcher.planner.machine import Machine
-from launcher.recipe.columns import first_row, rows_as_text
-from launcher.recipe.hub import model_folder
 from launcher.recipe.layouts import TOKEN_KINDS, guess, has_content, lost_meaning, no_layout
 from launcher.recipe.load import load_recipe
 from launcher.recipe.model_config import quantization, why_not_dequantized, why_not_packed
 from launcher.recipe.schema import Recipe
 from launcher.recipe.section import Section
 from launcher.recipe.yaml_text import parse_yaml
+from launcher.sources.finding import first_row, rows_as_text
+from launcher.sources.hub import model_folder
 
 if TYPE_CHECKING:
     from launcher.planner.candidates import Configuration

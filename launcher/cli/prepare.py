@@ -9,9 +9,9 @@ from typing import NamedTuple
 from launcher.cli.app import CheckedGpus, CheckedNodes, Overrides
 from launcher.console import bytes_as_text, configure_logging
 from launcher.errors import EXIT_DONE
-from launcher.recipe.hub import is_hub_id, model_folder
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Data, Recipe
+from launcher.sources.hub import is_hub_id, model_folder
 
 
 def prepare(overrides: Overrides, gpus: CheckedGpus = None, nodes: CheckedNodes = 1) -> int:

@@ -23,10 +23,10 @@ from launcher.cli.tables import fitting_table, make_table, plain, print_parts
 from launcher.console import bytes_as_text, loss_as_text, seconds_as_text
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.recipe.decode import shown
-from launcher.recipe.find import no_such
 from launcher.reliability.json_files import Json, last_line, sample_jsonl
 from launcher.reliability.lock import current_owner, last_heartbeat
 from launcher.reliability.run_directory import RunFolder
+from launcher.sources.location import no_such
 
 _STYLES = {"running": "green", "finished": "bold green", "stopped": "yellow", "starting": "cyan"}
 _SHOWN_ATTEMPTS = 12

@@ -12,8 +12,8 @@ import torch
 
 from launcher.data.messages import Message, RowError
 from launcher.errors import RecipeError
+from launcher.models.documents import documents_at
 from launcher.models.micro_batch import IGNORED, WHOLE_ROW, Masking, MicroBatch, RowPart
-from launcher.models.recurrent import documents_at
 
 Sample = dict[str, npt.NDArray[Any]]
 Integers = npt.NDArray[np.integer[Any]]

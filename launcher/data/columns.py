@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from launcher.data.messages import RowError
-from launcher.data.sources import Values
 from launcher.data.tokenizer import Ids
 from launcher.recipe.layouts import KEYS
+from launcher.sources.rows import Values
 
 Weights = npt.NDArray[np.float32]
 SMALLEST_WEIGHT, LARGEST_WEIGHT = 1e-20, 1e20

@@ -42,7 +42,6 @@ from launcher.data.messages import (
 )
 from launcher.data.pairs import different, pair_of_answers
 from launcher.data.rendering import load_template, render, render_prompt, render_text
-from launcher.data.sources import Row, SourcePart, Values, in_batches, read_all
 from launcher.data.template_marks import today, uses_date
 from launcher.data.tokenizer import (
     Ids,
@@ -73,6 +72,7 @@ from launcher.recipe.layouts import (
     with_named_parts,
 )
 from launcher.recipe.template_names import missing_tokens, template_name
+from launcher.sources.rows import Row, SourcePart, Values, in_batches, read_all
 
 _LOOKED_AT = 100
 """First rows among which `prompt_form` looks for one that can be used."""

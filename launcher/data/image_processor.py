@@ -22,7 +22,7 @@ from launcher.data.messages import RowError
 from launcher.data.tokenizer import Ids, hugging_face_tokenizer
 from launcher.data.tokenizer_files import PROCESSOR_FILES
 from launcher.errors import RecipeError, first_line
-from launcher.recipe.hub import model_folder
+from launcher.sources.hub import model_folder
 
 if TYPE_CHECKING:
     from PIL.Image import Image

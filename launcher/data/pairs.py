@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from launcher.data.messages import Message, RowError, dialogue, parsed_messages
-from launcher.data.sources import Values
 from launcher.recipe.layouts import Match
+from launcher.sources.rows import Values
 
 
 def pair_of_answers(row: Values, found: Match, *, as_turns: bool) -> tuple[Values, Match]:

@@ -23,10 +23,10 @@ from launcher.data.messages import (
     to_json,
     write_arguments,
 )
-from launcher.data.sources import Values
 from launcher.data.template_marks import uses_tools
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.recipe.layouts import typed
+from launcher.sources.rows import Values
 
 
 @functools.lru_cache(maxsize=4)

@@ -39,7 +39,6 @@ from launcher.data.loader import (
     to_device,
 )
 from launcher.data.opening import make_order, open_dataset
-from launcher.data.sources import find_parts
 from launcher.data.streaming import ShardPosition, StreamingDataset
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import (
@@ -55,10 +54,10 @@ from launcher.errors import RecipeError
 from launcher.models.hugging_face_files import add_ends
 from launcher.models.philox import derived_seed
 from launcher.recipe import schema
-from launcher.recipe.columns import first_row
-from launcher.recipe.hub import model_folder
 from launcher.recipe.layouts import KINDS, match_row, named_columns
 from launcher.reliability.json_files import Json
+from launcher.sources.finding import find_parts, first_row
+from launcher.sources.hub import model_folder
 
 logger = logging.getLogger(__name__)
 

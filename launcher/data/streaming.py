@@ -44,18 +44,19 @@ from launcher.data.collation import (
 )
 from launcher.data.dataset import SampleMaker
 from launcher.data.encoder import Encoded, Encoder, PromptForm, prompt_form
-from launcher.data.file_ranges import split
 from launcher.data.image_processor import Images, join_images
 from launcher.data.messages import RowError
 from launcher.data.packing import first_names, no_targets
-from launcher.data.sources import Row, SourcePart, content_sample, read_rows
 from launcher.data.token_store import ModelInputs, check_range, one_document
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
-from launcher.recipe.hub import load_data_set
 from launcher.recipe.layouts import KINDS, unused_line
+from launcher.sources.finding import content_sample
+from launcher.sources.hub import load_data_set
+from launcher.sources.ranges import split
+from launcher.sources.rows import Row, SourcePart, read_rows
 
 VERSION = 6
 """Version of the order of samples, and of its digest."""

@@ -44,19 +44,10 @@ from launcher.data.encoder import (
     make_encoder,
     prompt_form,
 )
-from launcher.data.file_ranges import first_rows, split
 from launcher.data.image_inputs import ImageInputs, ModelImages
 from launcher.data.image_processor import IMAGE, Images, join_images
 from launcher.data.images import ImageSource, RowImages, StoredImage
 from launcher.data.problems import problem_lines
-from launcher.data.sources import (
-    Row,
-    SourcePart,
-    content_sample,
-    file_states,
-    find_parts,
-    in_batches,
-)
 from launcher.data.store_files import (
     COUNTS,
     ORIGIN,
@@ -78,6 +69,9 @@ from launcher.files import replace_text
 from launcher.models.micro_batch import WHOLE_ROW, Masking, RowPart
 from launcher.recipe import schema
 from launcher.reliability.lock import OwnedError, Ownership, Silence, current_owner
+from launcher.sources.finding import content_sample, file_states, find_parts
+from launcher.sources.ranges import first_rows, split
+from launcher.sources.rows import Row, SourcePart, in_batches
 
 logger = logging.getLogger(__name__)
 

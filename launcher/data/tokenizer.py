@@ -21,8 +21,9 @@ from launcher.data.tokenizer_json import TOKENIZER, open_tokenizer, read_json
 from launcher.distributed.child_stacks import offer_stack
 from launcher.distributed.spawn import end_with_parent
 from launcher.errors import RecipeError, first_line
+from launcher.libraries.families import MISTRAL_TOKENIZERS
 from launcher.recipe import schema
-from launcher.recipe.hub import CHAT_TEMPLATE, NAMED_TEMPLATES, model_folder
+from launcher.sources.hub import CHAT_TEMPLATE, NAMED_TEMPLATES, model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,8 +32,6 @@ Ids = npt.NDArray[np.int32]
 
 logger = logging.getLogger(__name__)
 
-_MISTRAL = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
-"""Types of models that transformers' fix_mistral_regex is for."""
 _TOKENIZER_FILES = (".json", ".txt", ".model", ".tiktoken", ".vocab", ".bpe", ".jinja")
 _NOT_READ = (
     ".index.json",
@@ -249,7 +248,7 @@ def _fix_of_mistral(folder: Path, tokenizer: dict[str, Any]) -> dict[str, bool]:
     pattern, and the option would break them."""
     config = read_json(folder / "config.json")
     major = str(config.get("transformers_version") or "0").partition(".")[0]
-    if config.get("model_type") not in _MISTRAL or (major.isdigit() and int(major) >= 5):
+    if config.get("model_type") not in MISTRAL_TOKENIZERS or (major.isdigit() and int(major) >= 5):
         return {}
     splitters = (tokenizer.get("pre_tokenizer") or {}).get("pretokenizers") or [{}]
     vocabulary = (tokenizer.get("model") or {}).get("vocab") or ()

@@ -24,7 +24,7 @@ from launcher.data.tokenizer_json import (
     read_json,
     transformers_reads_alike,
 )
-from launcher.recipe.hub import CHAT_TEMPLATE, NAMED_TEMPLATES, copy_files
+from launcher.sources.hub import CHAT_TEMPLATE, NAMED_TEMPLATES, copy_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

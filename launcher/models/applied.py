@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from launcher.models.documents import DocumentsOfCall
 from launcher.models.micro_batch import Masking
+
+if TYPE_CHECKING:
+    from launcher.models.description import ModelDescription
+    from launcher.models.head import Head
 
 
 @dataclass
@@ -15,6 +20,8 @@ class Applied:
     """The changes of a model, in the order of `launcher.models.changes`. A copy of the model has a
     copy of its record."""
 
+    description: ModelDescription | None = field(default=None, compare=False, repr=False)
+    """What the model consists of; None: it has not been asked for."""
     conversions: list[Any] = field(default_factory=list)
     """transformers' conversions from the tensors of its checkpoint to its own (`tensor_names.py`)."""
     draws: dict[str, list[Any]] = field(default_factory=dict)
@@ -30,20 +37,24 @@ class Applied:
     """Whether weights of its blocks are in 4 bits."""
     masking: Masking = "mask"
     """How attention keeps the documents of a packed row apart."""
-    recurrent: bool = False
-    """Whether its recurrent layers compute each document of a packed row by itself, so that it takes
-    the argument `documents`."""
+    documents: DocumentsOfCall | None = None
+    """What recurrent layers share that compute each document of a packed row by itself. The model
+    takes the argument `documents` then."""
     images: Any = None
     """The `ImageTower`, if rows have images."""
-    head: Any = None
-    """The `Head`, which computes losses without full logits, or of a reward model the scores of all
-    tokens. (Its class imports this module.)"""
+    head: Head | None = None
+    """It computes losses without full logits, or of a reward model the scores of all tokens."""
     rows_divided: int = 1
     """Ranks that compute parts of the same rows."""
     experts_divided: int = 1
     """Ranks that have different experts."""
     layers_divided: int = 1
     """Ranks that have parts of the same layers."""
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether recurrent layers compute each document of a packed row by itself."""
+        return self.documents is not None
 
 
 def applied(model: nn.Module) -> Applied:

@@ -25,6 +25,8 @@ from torch.nn.attention import varlen
 
 from launcher.distributed.hardware import find_gpu
 from launcher.errors import RecipeError, first_line
+from launcher.libraries import families
+from launcher.libraries.families import BOUNDS, layer_kind
 from launcher.libraries.private import (
     attention_choice,
     attention_implementation,
@@ -34,40 +36,31 @@ from launcher.libraries.private import (
     varlen_forward,
 )
 from launcher.models import tracing
-from launcher.models.build import (
+from launcher.models.description import (
+    describe,
     has_other_inputs,
     largest_of_layers,
     layer_configs,
     text_config,
 )
+from launcher.models.documents import documents_at
 from launcher.models.micro_batch import Masking
 from launcher.models.predictions import logits
-from launcher.models.recurrent import can_separate_documents, documents_at
+from launcher.models.recurrent import can_separate_documents
 from launcher.models.tower_inputs import ImageForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 VARLEN, DIVIDED_ROWS = "launcher_varlen", "launcher_divided_rows"
-"""Names in transformers' table of attention functions: of `varlen_attention`, and of the one of
-context parallelism, which has no masks either."""
+"""Names in transformers' table of attention functions: of `varlen_attention`, and the beginning of
+those of context parallelism, which has a function for each group of ranks. Neither has masks."""
 LARGEST_HEAD = 256
 """The largest head size of torch's variable-length kernel, FlashAttention-2."""
-_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 )
 """What the kernel needs for fewer key and value heads than query heads: nothing in torch 2.11."""
-_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-_OF_ONE_TOKEN = {"mlp", "moe"}
-"""Kinds of layers, in the layer_types of configs: those that only attend, those that are recurrent,
-also beside attention (hybrid), and those that see each token for itself."""
-_NOT_ATTENDING = {"linear_attention", "conv", *_OF_ONE_TOKEN}
-_WITHOUT_POSITIONS = ("afmoe", "gpt_oss", "granitemoehybrid")
-"""Types of text models that do not show `position_ids` to the masks that they make, so that these
-do not keep documents apart (transformers 5.23)."""
-
 logger = logging.getLogger(__name__)
 
 planned_gpu = ContextVar[str | None]("planned_gpu", default=None)
@@ -104,11 +97,11 @@ def isolate_documents(
         return "mask"  # the kernel knows no chunks
     bounds = torch.zeros(2, dtype=torch.int32, device="meta")
     positions = torch.zeros(1, 2, dtype=torch.long, device="meta")
-    inputs = dict(zip(_BOUNDS, (bounds, bounds, 2, 2), strict=True)) | {"position_ids": positions}
+    inputs = dict(zip(BOUNDS, (bounds, bounds, 2, 2), strict=True)) | {"position_ids": positions}
     widest = LARGEST_HEAD if device.type == "cuda" else math.inf
 
     def has_bounds(call: Call) -> bool:
-        return all(call.get(key) is not None for key in _BOUNDS)
+        return all(call.get(key) is not None for key in BOUNDS)
 
     without_sdpa = implementation == "eager" and attention == "auto"
 
@@ -124,11 +117,11 @@ def isolate_documents(
         passed = _use_varlen(model, inputs, fits, for_sinks=without_sdpa)
         if passed and device.type == "cuda" and torch.cuda.is_available():
             _use_flash_attention_3(device)
-    if not passed and model.config.model_type == "qwen2_5_vl":
+    if not passed and model.config.model_type in families.TEXT_POSITIONS_FIRST:
         decoder = model.get_decoder()
         decoder.register_forward_pre_hook(_with_text_positions, with_kwargs=True)
     text = model.config.get_text_config(decoder=True)
-    if not passed and text.model_type in _WITHOUT_POSITIONS:
+    if not passed and text.model_type in families.WITHOUT_POSITIONS:
         hook = functools.partial(_with_masks, text, compute_dtype)
         model.get_decoder().register_forward_pre_hook(hook, with_kwargs=True)
     return "varlen" if passed else "mask"
@@ -147,7 +140,7 @@ def _with_masks(
     config: PreTrainedConfig, dtype: torch.dtype, module: nn.Module, args: object, inputs: Call
 ) -> tuple[object, Call]:
     """Makes the masks of packed documents, for each kind of layer, as for `generate`: a model of
-    `_WITHOUT_POSITIONS` takes them. config: of the text model. dtype: of computation."""
+    `WITHOUT_POSITIONS` takes them. config: of the text model. dtype: of computation."""
     from transformers.masking_utils import create_masks_for_generate
 
     positions = inputs.get("position_ids")
@@ -177,9 +170,11 @@ def refuse_other_layers(
     another way than by attention to all earlier tokens of a document or window. packed: rows keep
     their documents apart: recurrent layers compute each by itself, and transformers' masks count
     chunks in each."""
-    name, others = type(model).__name__, set(_layer_types(model)) - _ATTENTION - _OF_ONE_TOKEN
-    separated = packed and others <= _RECURRENT and can_separate_documents(model)
-    if (others or is_stateful(model)) and not separated:
+    name, kinds = type(model).__name__, describe(model).kinds
+    separates = packed and can_separate_documents(model)
+    others = families.unpackable_layers(kinds, recurrent=separates)
+    if others or (is_stateful(model) and not separates):
+        others = families.unpackable_layers(kinds, recurrent=False)
         what = ", ".join(sorted(others)) or "a state"
         raise RecipeError(
             f"{key}: {name} has layers ({what}) that carry information from one token to the "
@@ -196,7 +191,7 @@ def refuse_other_layers(
 def _exceeds_chunk(model: PreTrainedModel, sequence_length: int) -> bool:
     """Whether layers attend within chunks that are shorter than the rows (Llama 4)."""
     chunk = largest_of_layers(text_config(model), "attention_chunk_size")
-    return bool(chunk) and "chunked_attention" in _layer_types(model) and sequence_length > chunk
+    return bool(chunk) and "chunked_attention" in describe(model).kinds and sequence_length > chunk
 
 
 def _counts_by_document() -> bool:
@@ -249,7 +244,8 @@ def attention_kernels(
 ) -> str:
     """The kernels that attention uses on this GPU, for the summary of a run."""
     config, implementation = text_config(model), attention_implementation(model)
-    if config is None or implementation not in (VARLEN, DIVIDED_ROWS, "sdpa"):
+    own = (implementation or "").startswith((VARLEN, DIVIDED_ROWS))
+    if config is None or not (own or implementation == "sdpa"):
         return f"{implementation or 'that of the model'}, chosen by model.attention"
     without_mask = implementation != "sdpa"
     if without_mask and any("sink" in name for name, _ in model.named_parameters()):
@@ -302,7 +298,7 @@ def drop_causal_mask(model: PreTrainedModel, attention: str = "auto") -> None:
     without_sdpa = implementation == "eager" and attention == "auto"
     if config is None or not (implementation == "sdpa" or without_sdpa):
         return
-    layers, text = set(_layer_types(model)), config.get_text_config()
+    layers, text = set(describe(model).kinds), config.get_text_config()
     known, config = text is config or has_other_inputs(config), text
     both_ways = getattr(config, "use_bidirectional_attention", False)
     causal = getattr(config, "is_causal", True) and not both_ways
@@ -372,7 +368,7 @@ def _all_calls(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = attention_implementation(model)
-    kinds = (kind for kind in _layer_types(model) if kind not in _NOT_ATTENDING)
+    kinds = (kind for kind in describe(model).kinds if layer_kind(kind).attends)
     layer_types = list(kinds) or ["attention"]
     fitting: list[bool] = []
 
@@ -395,8 +391,7 @@ def _all_calls(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool
         batch, heads, tokens, _ = query.shape
         return query.new_empty(batch, tokens, heads, value.shape[-1]), None
 
-    before = ALL_ATTENTION_FUNCTIONS.get_interface(name, None)
-    ALL_ATTENTION_FUNCTIONS.register(name, trial)
+    ALL_ATTENTION_FUNCTIONS[name] = trial  # before the one of all instances of the table
     # Models raise anything: if they do not take these arguments, or cannot run on meta beyond the
     # recorded layers
     try:
@@ -410,7 +405,7 @@ def _all_calls(model: PreTrainedModel, inputs: Call, fits: Callable[[Call], bool
         pass
     except Exception as error:  # also of the trial itself, so that a bug of it can be seen
         logger.debug(f"the trial of attention ended: {type(error).__name__}: {first_line(error)}")
-    ALL_ATTENTION_FUNCTIONS.register(name, before)
+    del ALL_ATTENTION_FUNCTIONS[name]
     return bool(fitting) and all(fitting)
 
 
@@ -422,10 +417,6 @@ def has_sinks(call: Call) -> bool:
 
 def _same_shape(hidden_states: torch.Tensor, *others: object) -> torch.Tensor:
     return torch.empty_like(hidden_states)
-
-
-def _layer_types(model: PreTrainedModel) -> list[str]:
-    return list(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
 
 
 def has_varlen_kernel(tensor: torch.Tensor) -> bool:
@@ -495,7 +486,7 @@ def _bounds_of_rows(query: torch.Tensor) -> Call:
     """The arguments that make each row one document."""
     batch, _, tokens, _ = query.shape
     ends = torch.arange(batch + 1, dtype=torch.int32, device=query.device) * tokens
-    return dict(zip(_BOUNDS, (ends, ends, tokens, tokens), strict=True))
+    return dict(zip(BOUNDS, (ends, ends, tokens, tokens), strict=True))
 
 
 @torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
@@ -700,7 +691,7 @@ def check_isolation(
         inputs["documents"] = documents_at(positions.numpy())
     if masking == "varlen":
         bounds = torch.tensor([0, 8, 16], dtype=torch.int32)
-        inputs |= dict(zip(_BOUNDS, (bounds, bounds, 8, 8), strict=True))
+        inputs |= dict(zip(BOUNDS, (bounds, bounds, 8, 8), strict=True))
     inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
     training = model.training
     model.eval()

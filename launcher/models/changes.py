@@ -23,8 +23,9 @@ from launcher.errors import RecipeError
 from launcher.models.adapter_files import adapter_loader
 from launcher.models.applied import applied
 from launcher.models.attention import drop_causal_mask, isolate_documents, use_tower_attention
-from launcher.models.build import build_model, embeddings, is_pretrained, parts_without_text
+from launcher.models.build import build_model, is_pretrained
 from launcher.models.context_parallel import apply_context_parallel
+from launcher.models.description import embeddings, parts_without_text
 from launcher.models.experts import apply_expert_parallel
 from launcher.models.float8 import use_float8
 from launcher.models.head import Head, Transform, logits_transform
@@ -180,7 +181,7 @@ def change_forward(
         pass  # attention keeps its masks
     elif packed:
         # Before attention, whose trial passes the bounds of documents to all layers
-        applied(model).recurrent = separate_documents(model, device)
+        applied(model).documents = separate_documents(model, device)
         applied(model).masking = isolate_documents(
             model,
             sequence_length=sequence_length,

@@ -5,20 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from launcher.errors import RecipeError, suggestion
+from launcher.libraries.families import UNDECLARED_KEYS
 from launcher.recipe.load import LoadedRecipe
-
-UNDECLARED = {
-    "model_type",
-    "torch_dtype",
-    "num_labels",
-    "rope_theta",
-    "rope_scaling",
-    "use_return_dict",
-    "partial_rotary_factor",
-    "head_dim",
-    "classifier_dropout",
-}
-"""Keys that config classes accept, or models read, without declaring them."""
 
 
 def check_config_keys(loaded: LoadedRecipe) -> None:
@@ -44,7 +32,7 @@ def check_config_keys(loaded: LoadedRecipe) -> None:
         raise loaded.refuse(("model", "config", "model_type"), what)
     config_class = CONFIG_MAPPING[model_type]
     declared = {field.name for field in dataclasses.fields(config_class)}
-    known = declared | config_class.attribute_map.keys() | UNDECLARED
+    known = declared | config_class.attribute_map.keys() | UNDECLARED_KEYS
     problems = []
     for key in model.config:
         if key not in known:

@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import RecipeError, suggestion
-from launcher.models.config_keys import UNDECLARED
-from launcher.recipe.hub import model_folder
+from launcher.libraries.families import ROTARY, UNDECLARED_KEYS
 from launcher.recipe.schema import Model
+from launcher.sources.hub import model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_ROTARY = ("rope_scaling", "rope_theta", "rope_parameters")
-"""Names of the settings of rotary positions: the first two are those of transformers 4."""
 _OF_ALL_KINDS = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 """Rotary settings that stay when rope_type changes."""
 
@@ -61,20 +59,20 @@ def _merged(
                 merged[key] = _merged(inner, value, part, f"{where}.{key}", problems)
             else:
                 problems.append(f"{where}.{key}: must hold keys of the {key}; got {value!r}")
-        elif key not in _ROTARY:
+        elif key not in ROTARY:
             merged[key] = value
-    if given := {key: changes[key] for key in _ROTARY if key in changes and key in known}:
-        merged = {key: value for key, value in merged.items() if key not in _ROTARY}
+    if given := {key: changes[key] for key in ROTARY if key in changes and key in known}:
+        merged = {key: value for key, value in merged.items() if key not in ROTARY}
         merged["rope_parameters"] = _rotary(config.rope_parameters or {}, given, where, problems)
     return merged
 
 
 def _known(config: Any, stored: Mapping[str, Any]) -> set[str]:
     """The keys of a config that has these in its file."""
-    known = {*vars(config), *stored, *type(config).attribute_map, *UNDECLARED, *_ROTARY}
+    known = {*vars(config), *stored, *type(config).attribute_map, *UNDECLARED_KEYS, *ROTARY}
     if dataclasses.is_dataclass(config):
         known |= {field.name for field in dataclasses.fields(config)}
-    return known if hasattr(config, "rope_parameters") else known - {*_ROTARY}
+    return known if hasattr(config, "rope_parameters") else known - {*ROTARY}
 
 
 def _rotary(

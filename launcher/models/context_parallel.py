@@ -78,8 +78,10 @@ def apply_context_parallel(
             f"attention heads of {name}; "
             f"use {'one of ' * bool(divisors)}{', '.join(map(str, divisors)) or 1}"
         )
-    ALL_ATTENTION_FUNCTIONS.register(DIVIDED_ROWS, partial(context_parallel_attention, group))
-    set_text_attention(model, DIVIDED_ROWS)
+    # The table is that of the process, and another model may have another group
+    attention = f"{DIVIDED_ROWS}_{group.group_name}"
+    ALL_ATTENTION_FUNCTIONS.register(attention, partial(context_parallel_attention, group))
+    set_text_attention(model, attention)
 
 
 def _values(parameters: Any) -> Iterator[Any]:

@@ -19,23 +19,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from launcher.errors import RecipeError
+from launcher.libraries.families import EXPERTS, ROUTER, STACKED_EXPERTS
 from launcher.libraries.private import REDISTRIBUTE_LOGGER, expert_plan
 from launcher.models import tracing
 from launcher.models.adapted import adapter_parameters
 from launcher.models.names import clean_name
 
 KEY = "strategy.expert_parallel_size"
-_STACKED, _EXPERTS = "grouped_gemm", ("ep_dispatch_experts", "moe_tp_experts")
-"""Entries of transformers' plans: parameters with a row for each expert, and modules of experts
-(the second name is that of 5.17)."""
-_ROUTER = "ep_router"
-"""Modules whose outputs transformers 5.17 changes for its own dispatch; ours needs them as is."""
 
 
 def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     """The modules whose parameters have a row for each expert, by name: those that transformers'
     plan for expert parallelism names."""
-    named = {name for name, style in expert_plan(model).items() if style in _EXPERTS}
+    named = {name for name, style in expert_plan(model).items() if style in EXPERTS}
     return {
         name: module
         for name, module in model.named_modules()
@@ -53,7 +49,7 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]
     styles = expert_plan(model)
     if not found:
         raise RecipeError(f"{KEY}: transformers has no plan for experts of {name}; use 1")
-    if unknown := set(styles.values()) - {_STACKED, _ROUTER, *_EXPERTS}:
+    if unknown := set(styles.values()) - {STACKED_EXPERTS, ROUTER, *EXPERTS}:
         what = f"the plan for {name} has unknown entries ({', '.join(sorted(unknown))})"
         raise RecipeError(f"{KEY}: {what}; use 1")
     adapters = adapter_parameters(model)

@@ -19,19 +19,15 @@ from torch import nn
 
 from launcher.distributed.hardware import find_gpu
 from launcher.errors import RecipeError
+from launcher.libraries.families import ANY_EXPERT_COUNT, ROUTERS
 from launcher.libraries.private import names_in_float32
 from launcher.models.attention import planned_gpu
 from launcher.models.read_by_weight import read_by_weight
 
 logger = logging.getLogger(__name__)
 KEY = "strategy.mixed_precision.float8"
-_ROUTER = re.compile(r"(^|\.)(\w*_)?(gate|router)(\.|$)")
-"""Names of linears that choose experts, or of the modules that hold them: small, and their choices
-are sensitive to rounding."""
 _NARROW = 64
 """Inputs for each output from which on a linear has a few scores as outputs, no features."""
-_EXPERTS = re.compile(r"(num|n)_(\w+_)?experts|zero_expert_num")
-"""Keys of configs with numbers of experts, which are the widths of routers."""
 
 
 def use_float8(
@@ -122,7 +118,9 @@ def _spared(block: nn.Module, model: nn.Module | None) -> Iterator[nn.Module]:
     yield from read_by_weight(block)
     config = getattr(model, "config", None)
     numbers = vars(config.get_text_config(decoder=True)) if config is not None else {}
-    experts = {v for k, v in numbers.items() if _EXPERTS.fullmatch(k) and isinstance(v, int)}
+    experts = {
+        v for k, v in numbers.items() if ANY_EXPERT_COUNT.fullmatch(k) and isinstance(v, int)
+    }
     widths = experts | {sum(pair) for pair in itertools.permutations(experts, 2)}
     parts = names_in_float32(model, torch.float16)
     kept = re.compile("|".join(rf"(^|\.){re.escape(part)}($|\.)" for part in parts) or r"$^")
@@ -131,7 +129,7 @@ def _spared(block: nn.Module, model: nn.Module | None) -> Iterator[nn.Module]:
             inner = name.endswith("_proj") or "attn" in name or "attention" in name
             narrow = module.out_features * _NARROW <= module.in_features
             chooses = narrow or (module.out_features in widths and not inner)
-            if chooses or _ROUTER.search(name) or kept.search(f"{name}.weight"):
+            if chooses or ROUTERS.search(name) or kept.search(f"{name}.weight"):
                 yield module
 
 

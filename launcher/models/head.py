@@ -25,7 +25,7 @@ from torch import nn
 from launcher.libraries.private import mark_dynamic
 from launcher.models.adapted import base_layer, weights_adapted_in
 from launcher.models.applied import applied
-from launcher.models.build import embeddings, text_config
+from launcher.models.description import embeddings, text_config
 from launcher.models.linear_chunks import chunks_of, linear_gradients, logits_of
 from launcher.models.micro_batch import IGNORED
 from launcher.models.shards import local_part

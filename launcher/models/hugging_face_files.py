@@ -35,7 +35,7 @@ from launcher.models.nf4 import packed_names, parts_of_rows, shape_of, unpacked
 from launcher.models.safetensors_files import ADAPTER_CONFIG, write_tensors
 from launcher.models.tensor_names import export_conversions
 from launcher.models.ties import config_untied
-from launcher.recipe.hub import CHAT_TEMPLATE, NAMED_TEMPLATES, copy_files
+from launcher.sources.hub import CHAT_TEMPLATE, NAMED_TEMPLATES, copy_files
 
 if TYPE_CHECKING:
     from peft import LoraConfig

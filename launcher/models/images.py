@@ -19,7 +19,7 @@ from torch import nn
 from launcher.errors import RecipeError
 from launcher.libraries.private import block_classes, replace_deepstack
 from launcher.models.applied import applied
-from launcher.models.build import modules_without_text, parts_without_text, text_config
+from launcher.models.description import modules_without_text, parts_without_text, text_config
 from launcher.models.tower_inputs import (
     ImageForm,
     PatchGrid,

@@ -24,15 +24,10 @@ from launcher.errors import RecipeError
 from launcher.libraries.private import may_be_missing, may_be_unexpected
 from launcher.models.adapted import adapted_weights
 from launcher.models.applied import applied
-from launcher.models.build import (
-    checkpoint_folder,
-    freeze,
-    is_classifier,
-    is_pretrained,
-    text_config,
-)
+from launcher.models.build import checkpoint_folder, freeze, is_pretrained
 from launcher.models.constructors import constructed_buffers
 from launcher.models.dequantized import dequantized, without_quantization
+from launcher.models.description import is_classifier, text_config
 from launcher.models.initialization import initialize, materialize, random_weights
 from launcher.models.names import named_tensors
 from launcher.models.new_rows import vocabulary_names

@@ -20,7 +20,7 @@ from launcher.models.adapted import (
     scale_of,
 )
 from launcher.models.applied import applied
-from launcher.models.build import embeddings, find_blocks, is_classifier, parts_without_text
+from launcher.models.description import describe, embeddings, is_classifier, parts_without_text
 from launcher.models.dora import Dora
 from launcher.models.grouped_experts import add_factors, expert_weights
 from launcher.models.images import is_of_projector
@@ -28,8 +28,8 @@ from launcher.models.names import clean_name
 from launcher.models.new_rows import add_new_rows
 from launcher.models.read_by_weight import read_by_weight
 from launcher.models.ties import tied_names
-from launcher.recipe.hub import split_revision
 from launcher.recipe.schema import Lora
+from launcher.sources.hub import split_revision
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ def _targets(
     layers = [name for name in layers if name not in unused]
     free = [name for name in layers if not f"{name}.".startswith(within)]
     if lora.target_modules is None:
-        blocks = tuple(f"{block}." for block in find_blocks(model))
+        blocks = tuple(f"{block}." for block in describe(model).blocks)
         wanted = [name for name in layers if name.startswith(blocks)]
     elif lora.target_modules == (ALL_LINEAR,):
         head = embeddings(model)[1]
@@ -385,7 +385,7 @@ def _saved_modules(model: nn.Module, lora: Lora) -> list[str]:
     if is_classifier(model):
         outside = (name for name, _ in model.named_children() if name != model.base_model_prefix)
         saved = [name for name in outside if name in modules]
-    blocks = tuple(f"{block}." for block in find_blocks(model))
+    blocks = tuple(f"{block}." for block in describe(model).blocks)
     unused = parts_without_text(model)
     for entry in lora.modules_to_save or ():
         found = [name for name in modules if name and _matches(name, entry)]

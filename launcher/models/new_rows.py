@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from launcher.errors import RecipeError
 from launcher.models.adapted import NewRows, mark_adapted
-from launcher.models.build import embeddings
+from launcher.models.description import embeddings
 from launcher.models.names import clean_name
 
 if TYPE_CHECKING:

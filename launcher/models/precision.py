@@ -7,15 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from launcher.libraries.families import MIXED_DTYPES, STATE_PARAMETERS
 from launcher.libraries.private import names_in_float32
 from launcher.models.adapted import adapter_parameters
 from launcher.models.names import clean_name
 
 if TYPE_CHECKING:
     from launcher.models.load import ModelCheckpoint
-
-_RECURRENT = ("A_log", "dt_bias", "D")
-"""Parameters of Mamba and of gated delta networks, of which the decay of a state is computed."""
 
 
 def stored_in_float32(source: ModelCheckpoint | None) -> frozenset[str]:
@@ -38,7 +36,7 @@ def kept_in_float32(
     stored, kept = stored_in_float32(source), set[str]()
     for name, _ in model.named_parameters(remove_duplicate=False):
         name = clean_name(name)
-        recurrent = name.rpartition(".")[2] in _RECURRENT
+        recurrent = name.rpartition(".")[2] in STATE_PARAMETERS
         if recurrent or name in stored or any(part in name for part in parts):
             kept.add(name)
     return frozenset(kept)
@@ -59,13 +57,7 @@ def computes_in_float32(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Pa
     )
 
 
-_MIXING = frozenset({"MiniMaxLightningAttention"})
-"""Modules of transformers 5.23 that multiply their inputs by buffers in float32, such as decays, and
-put the result into a product with their inputs. They are written for buffers in 16 bits, of which a
-decay would be wrong by 0.2 %. Other types have none: `tests/distributed/families_worker.py`."""
-
-
 def mixes_dtypes(model: nn.Module, dtype: torch.dtype) -> bool:
     """Whether forward passes with weights in this dtype need autocast."""
     names = {type(module).__name__ for module in model.modules()}
-    return dtype in (torch.bfloat16, torch.float16) and not _MIXING.isdisjoint(names)
+    return dtype in (torch.bfloat16, torch.float16) and not MIXED_DTYPES.isdisjoint(names)

@@ -45,8 +45,12 @@ def cross_entropies(
 
 def of_head(model: nn.Module, micro_batch: MicroBatch, function: HeadFunction) -> Predicted:
     """What a function of the head returns of the positions. The model must have a `Head`."""
-    question = partial(_function, micro_batch=micro_batch, function=function)
-    return Predicted(*applied(model).head.ask(model, micro_batch.inputs, question))
+    head, question = (
+        applied(model).head,
+        partial(_function, micro_batch=micro_batch, function=function),
+    )
+    assert head is not None
+    return Predicted(*head.ask(model, micro_batch.inputs, question))
 
 
 def logits(

@@ -14,93 +14,35 @@ import sys
 from collections.abc import Sequence
 from functools import partial, wraps
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn.functional import embedding
 
+from launcher.libraries.families import BOUNDS, CONVOLUTIONS, SCANS, STATE_DECAY
 from launcher.libraries.private import (
     FakeTensor,
     kernel_functions,
     tree_leaves,
     tree_map_only,
 )
-from launcher.models.build import find_blocks
+from launcher.models.description import describe
+from launcher.models.documents import DocumentsOfCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_SCANS = {"torch_chunk_gated_delta_rule": "fla", "mamba2_chunk_scan": "mamba_ssm"}
-"""Functions of transformers that take the bounds of documents if this package is installed (5.23).
-Without it they raise."""
-_CONVOLUTION = {"causal_conv1d_fn": "causal_conv1d"}
-_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-"""Arguments of attention, which models pass to all layers."""
-_MOST_PADDING = 2
-"""A batch of documents has at most this many times their tokens."""
-
-
-class Documents(NamedTuple):
-    """Where the documents of the rows of a micro-batch are. The rows are flattened."""
-
-    batches: list[torch.Tensor]
-    """The documents as padded rows, in batches without much padding: for each batch, the positions
-    of its tokens, (documents, tokens of the longest), int64. Padding repeats a document's last
-    token."""
-    order: torch.Tensor
-    """Where the tokens of the rows are in the flattened batches, (rows, tokens), int64."""
-    bounds: torch.Tensor
-    """Where the documents start, and the end, (documents + 1,), int32."""
-    numbers: torch.Tensor
-    """The number of each token's document, (1, rows x tokens), int32."""
-
-
-def documents_at(positions: npt.NDArray[np.int64]) -> Documents:
-    """The documents of rows with these positions, (rows, tokens): each starts at a position of 0."""
-    bounds = np.append(np.flatnonzero(positions == 0), positions.size)
-    starts, lengths = bounds[:-1], np.diff(bounds)
-    batches, order, filled = list[torch.Tensor](), np.empty(positions.size, dtype=np.int64), 0
-    for group in _groups(lengths):
-        place = np.arange(lengths[group].max())
-        last = lengths[group, None] - 1
-        of_tokens = starts[group, None] + np.minimum(place, last)
-        order[of_tokens[place <= last]] = filled + np.flatnonzero(place <= last)
-        filled += of_tokens.size
-        batches.append(torch.from_numpy(of_tokens))
-    numbers = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    return Documents(
-        batches,
-        torch.from_numpy(order.reshape(positions.shape)),
-        torch.from_numpy(bounds.astype(np.int32)),
-        torch.from_numpy(numbers[None]),
-    )
-
-
-def _groups(lengths: npt.NDArray[np.int64]) -> list[list[int]]:
-    """The numbers of documents of these lengths, by length, in groups that are padded little."""
-    groups, tokens = list[list[int]](), 0
-    for number in np.argsort(lengths, kind="stable").tolist():
-        length = int(lengths[number])
-        tokens += length
-        if not groups or (len(groups[-1]) + 1) * length > _MOST_PADDING * tokens:
-            groups.append([])
-            tokens = length
-        groups[-1].append(number)
-    return groups
 
 
 def recurrent_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of the blocks that carry a state or a convolution along the tokens, by name:
     the outermost ones with a convolution or with the decay of a state (`A_log`)."""
     found: dict[str, nn.Module] = {}
-    for block, module in find_blocks(model).items():
+    for block, module in describe(model).blocks.items():
         for name, each in module.named_modules(prefix=block):
             inside = any(name.startswith(f"{outer}.") for outer in found)
             convolves = any(isinstance(child, nn.Conv1d) for child in each.children())
-            decays = any(own == "A_log" for own, _ in each.named_parameters(recurse=False))
+            decays = any(own == STATE_DECAY for own, _ in each.named_parameters(recurse=False))
             if not inside and (convolves or decays):
                 found[name] = each
     return found
@@ -114,33 +56,19 @@ def can_separate_documents(model: nn.Module) -> bool:
     return bool(layers) and all(names[:2] == ["self", "hidden_states"] for names in arguments)
 
 
-class _Current:
-    """The documents of the rows that a model computes at present, which its layers share. Layers
-    that are computed again for the backward pass need those of the same rows: a model computes a
-    micro-batch forwards and backwards before the next one."""
-
-    documents: Documents | None = None
-
-    def receive(
-        self, model: nn.Module, args: Sequence[Any], inputs: dict[str, Any]
-    ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Takes `documents` from the arguments of the model."""
-        self.documents = inputs.get("documents")
-        return args, {name: value for name, value in inputs.items() if name != "documents"}
-
-
-def separate_documents(model: PreTrainedModel, device: torch.device) -> bool:
+def separate_documents(model: PreTrainedModel, device: torch.device) -> DocumentsOfCall | None:
     """Makes the recurrent layers of a model compute each document of packed rows by itself, if the
     model has such layers. The model then takes the argument `documents`, of `documents_at`. Returns
-    whether it does."""
+    what the layers share; None: nothing has changed."""
     if not can_separate_documents(model):
-        return False
-    current, layers = _Current(), recurrent_layers(model).values()
+        return None
+    call, layers = DocumentsOfCall(), recurrent_layers(model).values()
     in_kernels = device.type == "cuda" and all(map(_kernels_take_bounds, layers))
-    model.register_forward_pre_hook(current.receive, with_kwargs=True)
+    model.register_forward_pre_hook(call.receive, with_kwargs=True)
+    model.register_forward_hook(call.forget, always_call=True)
     for layer in layers:
-        layer.forward = partial(_by_document, layer.forward, current, in_kernels)
-    return True
+        layer.forward = partial(_by_document, layer.forward, call, in_kernels)
+    return call
 
 
 def use_operators_without_values(model: nn.Module) -> None:
@@ -184,9 +112,9 @@ def _kernels_take_bounds(layer: nn.Module) -> bool:
     """Whether the functions that a layer calls take the bounds of documents here. Read in
     transformers 5.23; these kernels have not been run."""
     called = set(inspect.unwrap(type(layer).forward).__code__.co_names)
-    scans = called & _SCANS.keys()
-    packages = {(_SCANS | _CONVOLUTION)[name] for name in called & (_SCANS | _CONVOLUTION).keys()}
-    has_state = any(name.endswith("A_log") for name, _ in layer.named_parameters())
+    scans = called & SCANS.keys()
+    packages = {(SCANS | CONVOLUTIONS)[name] for name in called & (SCANS | CONVOLUTIONS).keys()}
+    has_state = any(name.endswith(STATE_DECAY) for name, _ in layer.named_parameters())
     if not packages or (has_state and not scans):
         return False
     return all(importlib.util.find_spec(package) is not None for package in packages)
@@ -197,7 +125,7 @@ def _kernels_take_bounds(layer: nn.Module) -> bool:
 )
 def _by_document(
     forward: Any,
-    current: _Current,
+    call: DocumentsOfCall,
     in_kernels: bool,
     hidden_states: torch.Tensor,
     *args: Any,
@@ -205,9 +133,9 @@ def _by_document(
 ) -> Any:
     """The layer's forward for each document of (rows, tokens, features). Not compiled: a graph
     would depend on the number of documents and on their lengths."""
-    for name in _BOUNDS:
+    for name in BOUNDS:
         options.pop(name, None)
-    documents: Documents | None = current.documents
+    documents = call.documents
     if documents is None:
         return forward(hidden_states, *args, **options)
     rows = hidden_states.shape[:2]

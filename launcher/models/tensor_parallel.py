@@ -22,11 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from launcher.errors import RecipeError
+from launcher.libraries.families import COLUMN, EMBEDDING, GATHERED, ROW, SPLIT, WHOLE
 from launcher.libraries.private import REDISTRIBUTE_LOGGER
 from launcher.models import nf4
 from launcher.models.adapted import base_layer, weights_adapted_in
 from launcher.models.applied import applied
-from launcher.models.build import (
+from launcher.models.description import (
     embeddings,
     largest_of_layers,
     layer_configs,
@@ -40,10 +41,6 @@ from launcher.models.shards import chunks, local_part
 from launcher.models.tensor_collectives import copied, gathered, summed
 
 KEY = "strategy.tensor_parallel_size"
-COLUMN, ROW, EMBEDDING = "colwise", "rowwise", "embedding_rowwise"
-GATHERED, SPLIT = "colwise_gather_output", "rowwise_split_input"
-WHOLE = "replicated_with_grad_allreduce"
-"""Entries of transformers' plans. WHOLE: each rank has the layer, and applies it to its heads."""
 _DIMENSION = {COLUMN: 0, GATHERED: 0, EMBEDDING: 0, ROW: 1, SPLIT: 1}
 """The dimension of a layer's weight that the ranks divide."""
 Styles = Mapping[str, str]

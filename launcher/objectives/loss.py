@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from launcher.libraries.families import ROUTER_LOSS
 from launcher.models.head import computes_loss
 from launcher.models.micro_batch import MicroBatch
 from launcher.models.predictions import Predicted, cross_entropies, logits, of_head
@@ -153,7 +154,7 @@ def _router_loss(
     config = model.config
     coefficient = None
     for place in (getattr(config, "text_config", None), config, model):
-        for name in ("aux_loss_coef", "router_aux_loss_coef"):
+        for name in ROUTER_LOSS:
             coefficient = getattr(place, name, coefficient)
     if coefficient is None:
         raise ValueError(

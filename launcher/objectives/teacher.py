@@ -33,9 +33,10 @@ from launcher.distributed.process_group import from_rank_0, gather
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError, TrainingError
 from launcher.files import checksum_of
-from launcher.models.build import vocabulary_size
+from launcher.models.applied import applied
+from launcher.models.description import describe
 from launcher.models.head import computes_loss
-from launcher.models.micro_batch import Masking, MicroBatch
+from launcher.models.micro_batch import MicroBatch
 from launcher.objectives.kept_files import TeacherFile, top_k_dtype
 from launcher.objectives.passes import rows_in_order
 from launcher.recipe import schema
@@ -207,18 +208,6 @@ class Prepared(Protocol):
     def model(self) -> nn.Module:
         """On the meta device."""
 
-    @property
-    def masking(self) -> Masking:
-        """How packed documents are kept apart."""
-
-    @property
-    def recurrent(self) -> bool:
-        """Whether recurrent layers compute each document of a packed row by itself."""
-
-    @property
-    def vocabulary(self) -> int | None:
-        """Rows of the embedding."""
-
 
 _Prepared = TypeVar("_Prepared", bound=Prepared)
 
@@ -240,12 +229,13 @@ def checked_teacher(
         lines = (line.removeprefix("model.path: ") for line in error.problems)
         raise RecipeError([f"distillation.teacher: {line}" for line in lines]) from None
     check_student(teacher.model, recipe.distillation, key="distillation.teacher")
-    _check_vocabulary(recipe, own.vocabulary or 0, teacher.vocabulary or 0, planned=planned)
-    if (teacher.masking, teacher.recurrent) != (own.masking, own.recurrent):
-        theirs, ours = (
-            each.masking + (" and in recurrent layers" if each.recurrent else "")
-            for each in (teacher, own)
-        )
+    sizes = (describe(each.model).vocabulary or 0 for each in (own, teacher))
+    _check_vocabulary(recipe, *sizes, planned=planned)
+    theirs, ours = (
+        each.masking + (" and in recurrent layers" if each.recurrent else "")
+        for each in (applied(teacher.model), applied(own.model))
+    )
+    if theirs != ours:
         what = f"keeps packed documents apart by {theirs}, the model by {ours}"
         raise RecipeError(f"distillation.teacher: {what}; set data.packing=false")
     return teacher
@@ -258,7 +248,7 @@ def check_student(
     if not computes_loss(model):
         what = f"not available for {type(model).__name__}, which does more than a linear layer"
         raise RecipeError(f"{key}: {what} to compute its logits")
-    vocabulary = vocabulary_size(model)
+    vocabulary = describe(model).vocabulary
     if vocabulary is not None and settings.top_k > vocabulary:
         what = f"{settings.top_k:,} is more than the vocabulary of {vocabulary:,}"
         raise RecipeError(f"distillation.top_k: {what} of {type(model).__name__}")

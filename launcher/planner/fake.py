@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.autograd.profiler import record_function
 
+from launcher.models.description import describe
 from launcher.objectives.synthetic import SyntheticData
 from launcher.optimizers.offload import StateFile
 from launcher.planner.tracker import HOST, Tracker
@@ -20,11 +21,12 @@ from launcher.strategies.wrap import Wrappers
 from launcher.training.fake_tensors import Replacements, computing_as_on
 
 
-def keep_blocks(model: nn.Module, blocks: dict[str, nn.Module], indices: Sequence[int]) -> bool:
+def keep_blocks(model: nn.Module, indices: Sequence[int]) -> bool:
     """Deletes all blocks but those at `indices`.
 
     Returns False, without a change, if the blocks are not all in one `nn.ModuleList`.
     """
+    blocks = describe(model).blocks
     names = list(blocks)
     parents = {name.rpartition(".")[0] for name in names}
     prefix = next(iter(parents), "")

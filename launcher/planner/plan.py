@@ -80,7 +80,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         both = zip(blocks, [*work.tower_recomputed, *work.recomputed], strict=True)
         less = [0 if again else round(block.eager - block.kept) for block, again in both]
         original = original_model(with_random_weights(recipe), device=machine.device)
-        step = with_compiled_blocks(step, less, [*original.tower, *original.blocks])
+        step = with_compiled_blocks(step, less, [*original.tower, *original.description.blocks])
     traced = _plan(profile, recipe, machine, step)
     return dataclasses.replace(traced, arithmetic=estimated.step, notes=notes)
 

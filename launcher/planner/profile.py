@@ -14,15 +14,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from launcher.models.build import (
+from launcher.models.applied import applied
+from launcher.models.changes import divide_layers
+from launcher.models.description import (
     embeddings,
     experts_of_token,
     largest_of_layers,
     layer_configs,
     text_config,
 )
-from launcher.models.changes import divide_layers
 from launcher.models.experts import find_experts
+from launcher.models.head import computes_loss
 from launcher.models.images import unused_modules
 from launcher.models.nf4 import shapes
 from launcher.models.precision import computes_in_float32
@@ -305,22 +307,15 @@ def prepared_model(
     prepared = original_model(recipe, device=device)
     if recipe.model.builder is not None:
         return prepared
-    parts = (
-        prepared.model,
-        prepared.blocks,
-        prepared.outer_units,
-        prepared.unused,
-        prepared.tower,
-    )
+    parts = (prepared.model, prepared.outer_units, prepared.unused, prepared.tower)
     copies: dict[int, Any] = {}
     if blocks is not None:
-        named = enumerate(prepared.blocks.values())
+        named = enumerate(prepared.description.blocks.values())
         copies = {id(block): nn.Identity() for index, block in named if index not in blocks}
-    model, named_blocks, units, unused, tower = copy.deepcopy(parts, copies)
+    model, units, unused, tower = copy.deepcopy(parts, copies)
     return dataclasses.replace(
         prepared,
         model=model,
-        blocks=named_blocks,
         outer_units=units,
         unused=unused,
         tower=tower,
@@ -378,7 +373,7 @@ def _profile_of_shapes(
     prepared: PreparedModel, model: Any, recipe: Recipe, *, device: Device
 ) -> ModelProfile:
     stacked = {id(p) for module in find_experts(model).values() for p in module.parameters()}
-    blocks = [model.get_submodule(name) for name in prepared.blocks]
+    blocks = [model.get_submodule(name) for name in prepared.description.blocks]
     matrices = {id(p) for p in orthogonalized_parameters(model, blocks).values()}
     half = torch.float16 if compute_dtype(recipe.strategy) == torch.float16 else torch.bfloat16
     in_float32 = {id(p) for p in computes_in_float32(model, half)}
@@ -396,7 +391,7 @@ def _profile_of_shapes(
 
     config = text_config(model)
 
-    units = [model.get_submodule(name) for name in prepared.blocks]
+    units = [model.get_submodule(name) for name in prepared.description.blocks]
     blocks = [group(block.parameters()) for block in units]
     classes = tuple(dict.fromkeys(blocks))
     kinds = tuple(classes.index(block) for block in blocks)
@@ -418,11 +413,11 @@ def _profile_of_shapes(
         unused=group(p for module in unused for p in module.parameters()),
         tower=_tower_profile(prepared, recipe, [group(block.parameters()) for block in tower]),
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
-        chunked_loss=prepared.chunked_loss,
+        chunked_loss=computes_loss(prepared.model),
         hidden=hidden,
         vocabulary=_logits_per_token(recipe, prepared),
         heads=(heads, head_size),
-        packed_attention=prepared.masking == "varlen",
+        packed_attention=applied(prepared.model).masking == "varlen",
         experts=experts_of_token(config) or 1,
         saved={},
     )
@@ -451,7 +446,7 @@ def _tower_profile(
 
 def _logits_per_token(recipe: Recipe, prepared: PreparedModel) -> int:
     """The number of logits per token, as a mean over all tokens."""
-    vocabulary = 0 if recipe.model.classifies else prepared.vocabulary or 0
+    vocabulary = 0 if recipe.model.classifies else prepared.description.vocabulary or 0
     return round(vocabulary * prepared.objective.target_share)
 
 
@@ -473,9 +468,11 @@ def with_saved(
     kinds = profile.block_classes
     # The last block of each class: with LoRA the first block of a model needs fewer gradients
     lasts = {kind: index for index, kind in enumerate(kinds)}
-    if not keep_blocks(prepared.model, prepared.blocks, sorted(lasts.values())):
+    if not keep_blocks(prepared.model, sorted(lasts.values())):
         return profile
-    kind_of = dict(zip(prepared.blocks, sorted(lasts, key=lasts.__getitem__), strict=True))
+    kind_of = dict(
+        zip(prepared.description.blocks, sorted(lasts, key=lasts.__getitem__), strict=True)
+    )
     data = _one_row(prepared, recipe)
     of_tower: dict[tuple[torch.dtype, bool], Saved] = {}
     # Its blocks are alike; that of the first one includes what the others share

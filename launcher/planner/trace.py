@@ -30,8 +30,8 @@ from launcher.libraries.private import (
     tree_leaves,
     tree_map_only,
 )
-from launcher.models.build import embeddings, text_config
-from launcher.models.head import chunk_width
+from launcher.models.description import embeddings
+from launcher.models.head import chunk_width, computes_loss
 from launcher.models.initialization import materialize
 from launcher.models.names import clean_name
 from launcher.objectives.synthetic import SyntheticData
@@ -94,16 +94,19 @@ def trace_step(
     prepare = partial(prepared_model, recipe, device=device)
     with _fake_process_group(ranks) as group:
         run = partial(_run, recipe=recipe, ranks=group, device=device, micro_batches=micro_batches)
-        names, period = list(original.blocks), _period(original, recipe.activation_checkpointing)
+        names, period = (
+            list(original.description.blocks),
+            _period(original, recipe.activation_checkpointing),
+        )
         ends = period * -(-2 * EDGE // max(1, period))
         depth = ends + (2 if recipe.optimizer.name == "muon" else 1) * period
         if period == 0 or len(names) <= depth:
             return run(prepare()).step_memory()
         smaller = prepare(blocks=range(ends))
-        if not keep_blocks(smaller.model, smaller.blocks, range(ends)):
+        if not keep_blocks(smaller.model, range(ends)):
             return run(prepare()).step_memory()
         prepared = prepare(blocks=range(depth))
-        keep_blocks(prepared.model, prepared.blocks, range(depth))
+        keep_blocks(prepared.model, range(depth))
         traced = run(prepared)
         first = ends // 2
         between = frozenset(names[first : first + depth - ends])
@@ -126,8 +129,8 @@ def _fake_process_group(ranks: int) -> Iterator[RankLayout]:
 def _period(prepared: PreparedModel, checkpointing: ActivationCheckpointing | None) -> int:
     """Number of blocks after which the pattern of blocks repeats; 0 if it does not, so that the
     whole model must be traced."""
-    blocks = list(prepared.blocks.values())
-    types = getattr(text_config(prepared.model), "layer_types", None) or [None] * len(blocks)
+    blocks = list(prepared.description.blocks.values())
+    types = prepared.description.kinds or [""] * len(blocks)
     if not blocks or len(types) != len(blocks):
         return 0
     kinds = [(shapes_of(block), kind) for block, kind in zip(blocks, types, strict=True)]
@@ -181,7 +184,9 @@ def _run(
                 state_file=partial(TracedFile, tracker),
             )
             observer = _Observer(tracker, wrapped, optimizer, offload=offload, device=device)
-            observer.watch({**prepared.blocks, **prepared.tower, **_head(wrapped.module)})
+            observer.watch(
+                {**prepared.description.blocks, **prepared.tower, **_head(wrapped.module)}
+            )
             if isinstance(wrapped, Fsdp):
                 for module in wrapped.root.modules():
                     module.register_forward_pre_hook(observer.label_unsharded)
@@ -221,9 +226,9 @@ def _logits_label(
     them."""
     widths, positions = set(), data.micro_batch.positions
     tokens = data.tokens if positions is None else len(positions)
-    if vocabulary := prepared.vocabulary:
+    if vocabulary := prepared.description.vocabulary:
         vocabulary = -(-vocabulary // tensor_parallel_size)
-        width = chunk_width(tokens, vocabulary) if prepared.chunked_loss else vocabulary
+        width = chunk_width(tokens, vocabulary) if computes_loss(prepared.model) else vocabulary
         widths = {width, vocabulary % width or width}
 
     def label_of(tensor: torch.Tensor) -> Label | None:

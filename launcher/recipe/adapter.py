@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launcher.recipe.find import no_such
-from launcher.recipe.hub import is_model_id, split_revision
+from launcher.sources.hub import is_model_id, split_revision
+from launcher.sources.location import no_such
 
 ADAPTER_CONFIG = "adapter_config.json"
 PEFT_KEYS = {

@@ -30,7 +30,6 @@ from omegaconf.resolvers import oc
 from launcher.distributed.hardware import computes_in_bfloat16
 from launcher.errors import RecipeError, first_line, suggestion
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
-from launcher.recipe.columns import first_row, rows_as_text, why_text
 from launcher.recipe.combinations import ALTERNATIVES, excludes_compile, kind_by_keys
 from launcher.recipe.decode import (
     ARGUMENTS,
@@ -45,7 +44,6 @@ from launcher.recipe.decode import (
     unit,
 )
 from launcher.recipe.find import find_recipe, shown_path, written_as
-from launcher.recipe.hub import config_file
 from launcher.recipe.layouts import guess, lost_meaning, named_columns, no_layout
 from launcher.recipe.model_config import why_not_packed
 from launcher.recipe.objectives import kinds_of_objective
@@ -53,6 +51,8 @@ from launcher.recipe.schema import DEFAULT_RUN_DIR, Recipe
 from launcher.recipe.validate import check
 from launcher.recipe.yaml_text import NotYamlError, parse_yaml
 from launcher.recipe.yaml_text import to_yaml as to_yaml
+from launcher.sources.finding import first_row, rows_as_text, why_text
+from launcher.sources.hub import config_file
 
 _LARGEST_FILE = 2**20
 _MOST_INTERPOLATIONS = 500

@@ -9,70 +9,9 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 
+from launcher.libraries import families
 from launcher.recipe.section import LARGEST_INT
 
-_CARRY_A_STATE = {"deepseek_v4", "minimax", "recurrent_gemma", "rwkv", "xlstm"}
-_SELECT_TOKENS = {
-    "axk2",
-    "deepseek_v32",
-    "dots3_note",
-    "dots3_note_text",
-    "glm5_next",
-    "glm5_next_text",
-    "glm_moe_dsa",
-    "hy_v4",
-    "minimax_m3_vl",
-    "minimax_m3_vl_text",
-    "mistral_large4",
-    "mistral_large4_text",
-    "qwen4_exp",
-    "qwen4_exp_text",
-    "unlimited_ocr",
-}
-_MASK_WITHOUT_DOCUMENTS = {
-    "bert",
-    "bert-generation",
-    "big_bird",
-    "bigbird_pegasus",
-    "bloom",
-    "camembert",
-    "cpmant",
-    "data2vec-text",
-    "electra",
-    "ernie",
-    "falcon",
-    "megatron-bert",
-    "mpt",
-    "mvp",
-    "openai-gpt",
-    "prophetnet",
-    "rembert",
-    "roberta",
-    "roberta-prelayernorm",
-    "roc_bert",
-    "roformer",
-    "trocr",
-    "xglm",
-    "xlm",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "xmod",
-}
-_SIZES = {
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "head_dim",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "n_embd",
-    "n_layer",
-    "n_head",
-    "n_positions",
-}
-"""Keys whose errors transformers finds late, without naming the key."""
 _SET_ELSEWHERE = {
     "attn_implementation": "model.attention",
     "_attn_implementation": "model.attention",
@@ -82,45 +21,6 @@ _SET_WITH_PATH = {
     **dict.fromkeys(("num_labels", "id2label", "label2id"), "model.num_labels or data.labels"),
     "torch_dtype": "strategy.mixed_precision",
 }
-_OF_WEIGHTS = {
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "head_dim",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "n_embd",
-    "n_layer",
-    "n_head",
-    "n_inner",
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_intermediate_size",
-    "attention_bias",
-    "mlp_bias",
-    "qkv_bias",
-    "tie_word_embeddings",
-    "hidden_act",
-    "q_lora_rank",
-    "kv_lora_rank",
-    "qk_rope_head_dim",
-    "qk_nope_head_dim",
-    "v_head_dim",
-    "architectures",
-    "quantization_config",
-    "n_positions",
-    "depth",
-    "num_heads",
-    "patch_size",
-}
-"""Keys that decide which weights there are, their shapes, or what they compute."""
-_ROTARY = ("rope_theta", "rope_scaling", "rope_parameters")
-_SCALINGS = ("linear", "dynamic", "yarn", "longrope", "llama3", None)
-"""Values of rope_type with which `factor` stretches positions. None: the type of the checkpoint."""
-
-
 QUANTIZATION = "quantization_config"
 """The key of config.json that says how weights are quantized."""
 DEQUANTIZED = ("fp8", "mxfp4")
@@ -169,11 +69,11 @@ def why_not_packed(config: Mapping[str, object]) -> str | None:
     for model_type in (part.get("model_type") for part in _parts(config).values()):
         if not isinstance(model_type, str):
             continue
-        if model_type in _CARRY_A_STATE:
+        if model_type in families.CARRY_A_STATE:
             return f"layers of {model_type} carry a state from one document to the next"
-        if model_type in _SELECT_TOKENS:
+        if model_type in families.SELECT_TOKENS:
             return f"attention of {model_type} selects tokens without regard to documents"
-        if model_type in _MASK_WITHOUT_DOCUMENTS:
+        if model_type in families.MASK_WITHOUT_DOCUMENTS:
             return f"attention masks of {model_type} do not tell documents apart"
     return None
 
@@ -200,7 +100,7 @@ def change_problems(config: Mapping[str, object], path: tuple[str, ...] = ()) ->
     for key, value in config.items():
         if where := (_SET_ELSEWHERE | _SET_WITH_PATH).get(key):
             yield (*path, key), f"is set by {where}"
-        elif key in _OF_WEIGHTS:
+        elif key in families.WEIGHT_KEYS:
             what = "cannot change: the weights in model.path are made for their own"
             yield (*path, key), what
         elif key.endswith("_config") and isinstance(value, Mapping):
@@ -217,12 +117,12 @@ def rotary_problems(config: Mapping[str, object]) -> Found:
     for key, value in config.items():
         if key.endswith("_config") and isinstance(value, Mapping):
             yield from (((key, *path), what) for path, what in rotary_problems(value))
-    yield from _of_settings({key: config[key] for key in _ROTARY if key in config})
+    yield from _of_settings({key: config[key] for key in families.ROTARY if key in config})
 
 
 def _of_settings(settings: Mapping[str, object]) -> Found:
     """`rotary_problems` of settings, which may hold others: those of each kind of layers."""
-    scales = settings.get("rope_type", settings.get("type")) in _SCALINGS
+    scales = settings.get("rope_type", settings.get("type")) in families.STRETCHED_ROTARY
     for key, value in settings.items():
         if isinstance(value, Mapping):
             yield from (((key, *path), what) for path, what in _of_settings(value))
@@ -241,7 +141,7 @@ def size_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     vocabulary, text = of_text(config)
     size, vocabulary = text.get("vocab_size"), f"{vocabulary}vocab_size"
     for start, part in _parts(config).items():
-        for key in _SIZES & part.keys():
+        for key in families.SIZE_KEYS & part.keys():
             value, most = part[key], 10_000 if "layer" in key else LARGEST_INT
             if isinstance(value, int) and value < 1:
                 yield f"{start}{key}", f"must be at least 1; got {value}"

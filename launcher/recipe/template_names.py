@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import suggestion
-from launcher.recipe.find import no_such
+from launcher.sources.location import no_such
 
 _FOLDER = Path(__file__).with_name("templates")
 

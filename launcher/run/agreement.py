@@ -29,9 +29,9 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.build import is_pretrained
 from launcher.recipe.decode import dotted
-from launcher.recipe.hub import model_folder
 from launcher.recipe.load import argument_digests
 from launcher.recipe.schema import Recipe
+from launcher.sources.hub import model_folder
 
 _OWN = (
     "run.name",

@@ -283,8 +283,7 @@ def _profiles(recipe: Recipe, prepared: PreparedModel, machine: Machine) -> _Pro
 
     @cache
     def with_activations() -> ModelProfile:
-        model, blocks = copy.deepcopy((prepared.model, prepared.blocks))
-        copied = dataclasses.replace(prepared, model=model, blocks=blocks)
+        copied = dataclasses.replace(prepared, model=copy.deepcopy(prepared.model))
         return with_saved(shapes, copied, recipe, dtypes={compute_dtype(recipe.strategy)})
 
     return shapes, with_activations

@@ -22,7 +22,6 @@ from launcher.data.encoder import make_encoder
 from launcher.data.held_out import held_out
 from launcher.data.image_inputs import images_of
 from launcher.data.packing import text_lengths
-from launcher.data.sources import find_parts
 from launcher.data.store_files import Hashes
 from launcher.data.token_store import ModelInputs, TokenStore, open_store, store_rows
 from launcher.data.tokenizer import tokenizer_name
@@ -33,13 +32,14 @@ from launcher.files import replace_text
 from launcher.models.build import make_config
 from launcher.recipe import schema
 from launcher.recipe.combinations import value_of
-from launcher.recipe.hub import config_file
 from launcher.recipe.layouts import KINDS
 from launcher.recipe.load import to_yaml
 from launcher.recipe.model_config import of_text
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import open_sizes, with_recorded, with_value
 from launcher.reliability.run_directory import RunFolder
+from launcher.sources.finding import find_parts
+from launcher.sources.hub import config_file
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from launcher.data.dataset import SequenceDataset
 from launcher.data.loader import expected_padding
 from launcher.libraries.private import attention_implementation
 from launcher.models.attention import attention_kernels
-from launcher.models.build import parts_without_text
 from launcher.models.config_overrides import config_changes
+from launcher.models.description import parts_without_text
 from launcher.models.float8 import describe_float8
 from launcher.models.head import computes_loss
 from launcher.models.names import clean_name
@@ -29,9 +29,9 @@ from launcher.models.shards import local_bytes
 from launcher.optimizers.optimizer import warmup_steps
 from launcher.recipe import schema
 from launcher.recipe.decode import KeyPath, dotted
-from launcher.recipe.hub import commit_of, is_model_id, model_folder
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
+from launcher.sources.hub import commit_of, is_model_id, model_folder
 from launcher.strategies.activation_checkpointing import (
     is_checkpointed,
     recomputation_changes_state,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +30,8 @@ from launcher.recipe import schema
 from launcher.strategies.activation_offload import ActivationOffload
 
 _aten = torch.ops.aten
+Recomputation = Callable[[], AbstractContextManager[None]]
+Contexts = Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]]
 ATTENTION = {*ATTENTION_OPERATORS, varlen_operator()}
 PRODUCTS = {_aten.mm.default, _aten.addmm.default, FLOAT8_PRODUCT}
 
@@ -61,21 +64,26 @@ def checkpoint_blocks(
     kept: dict[str, Kept] | None = None,
     *,
     offload: ActivationOffload | None = None,
+    recomputation: Recomputation | None = None,
 ) -> dict[str, nn.Module]:
     """Wraps every n-th block (the first, the n+1-th, ...), except blocks with BatchNorm.
 
     `kept` is what mode selective keeps of each block, by default attention and every other matrix
-    product. `offload` moves the inputs of blocks, if the mode does. Returns all blocks, wrapped or
-    not, by name.
+    product. `offload` moves the inputs of blocks, if the mode does. `recomputation` is called in the
+    forward pass of each block, and returns the context in which it is computed again. Returns all
+    blocks, wrapped or not, by name.
     """
     result = dict(blocks)
     offload = offload or ActivationOffload()
     for index, (name, block) in enumerate(blocks.items()):
         if index % checkpointing.every_n_blocks or recomputation_changes_state(block):
             continue
-        extra: dict[str, Any] = {}
+        contexts: Contexts | None = None
         if checkpointing.mode == "selective":
-            extra = {"context_fn": partial(_contexts, kept[name] if kept else None)}
+            contexts = partial(_contexts, kept[name] if kept else None)
+        if recomputation is not None:
+            contexts = partial(_within, recomputation, contexts)
+        extra: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}
         wrapped: nn.Module = checkpoint_wrapper(block, **extra)
         if checkpointing.offload_to_cpu:
             wrapped.forward = partial(offload.forward, wrapped.forward)
@@ -92,6 +100,31 @@ def is_random(operation: OpOverload, args: Sequence[object], kwargs: Mapping[str
     names = argument_names(operation)
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return "dropout_p" not in names or bool(given.get("dropout_p"))
+
+
+def _within(
+    recomputation: Recomputation, inner: Contexts | None
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts of a forward pass and of its recomputation, the second one in `recomputation`."""
+    forward, again = (nullcontext(), nullcontext()) if inner is None else inner()
+    return forward, _Both(recomputation(), again)
+
+
+class _Both(AbstractContextManager[None]):
+    """Two contexts, the second one inside of the first. Like them, it may be entered several times."""
+
+    def __init__(
+        self, outer: AbstractContextManager[None], inner: AbstractContextManager[None]
+    ) -> None:
+        self._outer, self._inner = outer, inner
+
+    def __enter__(self) -> None:
+        self._outer.__enter__()
+        self._inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inner.__exit__(*error)
+        self._outer.__exit__(*error)
 
 
 def _contexts(chosen: Kept | None) -> Any:

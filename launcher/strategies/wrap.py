@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from launcher.distributed.rank_layout import RankLayout
 from launcher.libraries.private import mark_dynamic
 from launcher.recipe import schema
-from launcher.strategies.activation_checkpointing import Kept, checkpoint_blocks
+from launcher.strategies.activation_checkpointing import Kept, Recomputation, checkpoint_blocks
 from launcher.strategies.activation_offload import ActivationOffload
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype, units_without
 from launcher.strategies.compilation import prepare_compile
@@ -54,6 +54,8 @@ class Parts:
     """Whether forward passes in 16 bits need autocast (`models.precision.mixes_dtypes`)."""
     tower: dict[str, nn.Module] = field(default_factory=dict)
     """The blocks of an image tower by name."""
+    recomputation: Recomputation | None = None
+    """The context in which a checkpointed block is computed again (`checkpoint_blocks`)."""
 
 
 def wrap(
@@ -78,6 +80,7 @@ def wrap(
             checkpointing,
             parts.kept,
             offload=wrappers.activation_offload(),
+            recomputation=parts.recomputation,
         )
         # A frozen tower keeps no activations. A budget is about the blocks of text
         if any(p.requires_grad for block in tower.values() for p in block.parameters()):

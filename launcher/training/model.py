@@ -30,14 +30,8 @@ from launcher.errors import RecipeError
 from launcher.models.adapted import adapted_weights
 from launcher.models.applied import applied
 from launcher.models.attention import check_isolation, missing_for_varlen
-from launcher.models.build import (
-    class_count,
-    find_blocks,
-    outer_units,
-    parts_without_text,
-    vocabulary_size,
-)
 from launcher.models.changes import (
+    Start,
     build_with_tokens,
     change_forward,
     change_weights,
@@ -45,10 +39,14 @@ from launcher.models.changes import (
     divide_rows,
 )
 from launcher.models.context_parallel import check_context_parallel
-from launcher.models.head import computes_loss
+from launcher.models.description import (
+    ModelDescription,
+    describe,
+    outer_units,
+    parts_without_text,
+)
 from launcher.models.images import tower_blocks, unused_modules
-from launcher.models.load import ModelCheckpoint
-from launcher.models.micro_batch import WHOLE_ROW, Masking, RowPart
+from launcher.models.micro_batch import WHOLE_ROW, RowPart
 from launcher.models.names import clean_name
 from launcher.models.precision import computes_in_float32, kept_in_float32, mixes_dtypes
 from launcher.objectives.base import Objective
@@ -87,34 +85,29 @@ class PreparedModel:
 
     model: nn.Module
     objective: Objective
-    blocks: dict[str, nn.Module]
-    init_fn: InitFn
+    start: Start
+    """Where its weights come from."""
     export_dtype: torch.dtype
     compute_dtype: torch.dtype
     packed: bool
     """Whether several documents share a row."""
-    masking: Masking
     missing_for_varlen: str | None
     """See the function of this name. None if no row is packed."""
-    recurrent: bool
-    """Whether recurrent layers compute each document of a packed row by itself."""
-    vocabulary: int | None
-    chunked_loss: bool
-    """Whether the model computes the loss without full logits."""
     outer_units: tuple[nn.Module, ...]
     """Embedding, norm and head that FSDP shards as units; empty: as parts of the root."""
     unused: tuple[nn.Module, ...]
     """Modules that are never called."""
     tower: dict[str, nn.Module]
     """The blocks of the image tower by name, if rows have images."""
-    depth: int
-    """Number of blocks of the whole model, even if a trace has deleted some of them."""
-    source: ModelCheckpoint | None
-    """The checkpoint that the weights come from; None: they are random."""
     images: ModelImages | None
     """How the model takes images; None: rows are text."""
     planned_images: PlannedImages | None
     """How rows without data have images; None: they are text, also where they are not known."""
+
+    @property
+    def description(self) -> ModelDescription:
+        """What the model consists of."""
+        return describe(self.model)
 
     def wrap(
         self,
@@ -146,13 +139,13 @@ class PreparedModel:
 
             kept = operators_to_keep(
                 self.model,
-                self.blocks,
+                self.description.blocks,
                 self.synthetic_data(recipe.data, recipe.batch, row_part(ranks)),
                 budget=checkpointing.budget,
                 dtype=self.compute_dtype,
                 autocast=recipe.strategy.kind == "ddp" and not one_rank,
                 device=ranks.device.type,
-                depth=self.depth,
+                depth=self.description.depth,
             )
         experts, partial = divide_layers(
             self.model,
@@ -163,10 +156,11 @@ class PreparedModel:
                 ranks.tensor_parallel_mesh["tensor"] if ranks.tensor_parallel_size > 1 else None
             ),
         )
+        documents = applied(self.model).documents
         return wrap(
             self.model,
             Parts(
-                self.blocks,
+                self.description.blocks,
                 self.outer_units,
                 self.unused,
                 kept,
@@ -175,13 +169,14 @@ class PreparedModel:
                 in_float32=computes_in_float32(self.model, self.compute_dtype),
                 mixes_dtypes=mixes_dtypes(self.model, self.compute_dtype),
                 tower=self.tower,
+                recomputation=None if documents is None else documents.recomputation,
             ),
             strategy=recipe.strategy,
             checkpointing=checkpointing,
             compile=recipe.model.compiles,
             one_rank=one_rank,
             ranks=ranks,
-            init_fn=init_fn or self.init_fn,
+            init_fn=init_fn or self.start.init_fn,
             wrappers=wrappers,
         )
 
@@ -200,7 +195,7 @@ class PreparedModel:
             seed=recipe.run.seed,
             optimized=wrapped.optimized,
             cpu_offload=recipe.strategy.cpu_offload,
-            blocks=self.blocks.values(),
+            blocks=self.description.blocks.values(),
             ratios=_learning_rate_ratios(wrapped.module, recipe),
             state_file=state_file,
         )
@@ -219,10 +214,10 @@ class PreparedModel:
             data,
             batch,
             model=ModelInputs(
-                vocabulary=self.vocabulary,
-                classes=class_count(self.model),
-                masking=self.masking,
-                recurrent=self.recurrent,
+                vocabulary=self.description.vocabulary,
+                classes=describe(self.model).classes,
+                masking=applied(self.model).masking,
+                recurrent=applied(self.model).recurrent,
                 part=part,
                 images=self.planned_images,
             ),
@@ -234,20 +229,19 @@ class PreparedModel:
         """Raises RecipeError if the documents of a packed row are not kept apart, or if context
         parallel ranks compute other logits than a rank that has the whole row. Every rank must call
         this."""
-        if self.vocabulary is None:
+        if self.description.vocabulary is None:
             return
         options: Any = {
             "name": type(self.model).__name__,
-            "vocabulary": self.vocabulary,
+            "vocabulary": self.description.vocabulary,
             "device": ranks.device,
             "dtype": self.compute_dtype,
         }
         checks = list[Callable[[nn.Module], None]]()
-        if self.packed and (self.masking == "mask" or self.recurrent):
+        masking, recurrent = applied(self.model).masking, applied(self.model).recurrent
+        if self.packed and (masking == "mask" or recurrent):
             checks.append(
-                functools.partial(
-                    check_isolation, masking=self.masking, recurrent=self.recurrent, **options
-                )
+                functools.partial(check_isolation, masking=masking, recurrent=recurrent, **options)
             )
         if ranks.context_parallel_size > 1:
             group, part = ranks.group, row_part(ranks)
@@ -300,7 +294,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         labels=data.labels,
         new_ids=new_ids,
     )
-    blocks = find_blocks(model)
+    blocks = describe(model).blocks
     _refuse_scalars(model, recipe.strategy)
     precision = recipe.strategy.mixed_precision
     start = change_weights(
@@ -340,21 +334,14 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     return PreparedModel(
         model,
         objective,
-        blocks,
-        start.init_fn,
+        start,
         export_dtype=export_dtype,
         compute_dtype=dtype,
         packed=packed,
-        masking=applied(model).masking,
-        recurrent=applied(model).recurrent,
         missing_for_varlen=missing_for_varlen(model, device, dtype) if packed else None,
-        vocabulary=vocabulary_size(model),
-        chunked_loss=computes_loss(model),
         outer_units=() if transform is None else outer_units(model, blocks),
         unused=unused_modules(model),
         tower=tower_blocks(model),
-        depth=len(blocks),
-        source=start.source,
         images=images_of(recipe.images, recipe.model, model),
         planned_images=planned_images(recipe.images, model),
     )
@@ -364,7 +351,7 @@ def prepare_teacher(recipe: Recipe, own: PreparedModel, *, device: torch.device)
     """Builds the teacher, and freezes its weights in the dtype of forward passes. Raises
     RecipeError if it cannot teach the recipe's model, `own` (`checked_teacher`)."""
     prepared = checked_teacher(recipe, own, functools.partial(prepare_model, device=device))
-    kept = kept_in_float32(prepared.model, prepared.compute_dtype, prepared.source)
+    kept = kept_in_float32(prepared.model, prepared.compute_dtype, prepared.start.source)
     for name, parameter in prepared.model.named_parameters():
         parameter.requires_grad_(False)
         if parameter.is_floating_point() and clean_name(name) not in kept:

@@ -30,15 +30,10 @@ from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import tokenizer_name
 from launcher.distributed.hardware import peak_flops
 from launcher.distributed.rank_layout import RankLayout
-from launcher.models.build import (
-    TokenFlops,
-    class_count,
-    embeddings,
-    padding_id,
-    recomputed_flops,
-    token_flops,
-)
-from launcher.models.head import chunk_width
+from launcher.models.applied import applied
+from launcher.models.description import describe, embeddings, padding_id
+from launcher.models.flops import TokenFlops, recomputed_flops, token_flops
+from launcher.models.head import chunk_width, computes_loss
 from launcher.models.hugging_face_files import export_hugging_face
 from launcher.objectives.base import BeforeTraining, dataset_objective
 from launcher.objectives.kept_files import ReferenceFile, TeacherFile
@@ -175,11 +170,11 @@ def assemble(
         objective=objective,
         model=ModelInputs(
             tokenizer=tokenizer_name(recipe.data, recipe.model),
-            vocabulary=prepared.vocabulary,
-            classes=class_count(model) if objective.trains_classes else None,
+            vocabulary=prepared.description.vocabulary,
+            classes=describe(model).classes if objective.trains_classes else None,
             padding=padding_id(model),
-            masking=prepared.masking,
-            recurrent=prepared.recurrent,
+            masking=applied(prepared.model).masking,
+            recurrent=applied(prepared.model).recurrent,
             part=row_part(ranks),
             width_multiple=width_multiple(ranks.device),
             images=prepared.images,
@@ -195,7 +190,7 @@ def assemble(
         ranks,
         rows_of(recipe.batch, row_length=recipe.data.row_length),
         kept_file,
-        prepared.vocabulary or 0,
+        prepared.description.vocabulary or 0,
         partial(_load_teacher, recipe, prepared, ranks),
     )
     computed = objective.before_model(data, about)
@@ -219,7 +214,7 @@ def assemble(
         recipe,
         ranks,
         wrapped,
-        prepared.blocks,
+        prepared.description.blocks,
         data,
         _make_evaluator(recipe, data, ranks),
         _count_flops(prepared, wrapped, recipe, ranks),
@@ -266,7 +261,7 @@ def _make_export(
         device=ranks.device,
         dtype=prepared.export_dtype,
         merged=recipe.checkpoint.export_merged,
-        source=prepared.source,
+        source=prepared.start.source,
         export_base=recipe.checkpoint.export_base,
         tokenizer=tokenizer,
     )
@@ -289,9 +284,9 @@ def _count_flops(
         recomputed = TokenFlops(recomputed_flops(model, blocks).products / 2)
     part = rows_of(recipe.batch, row_length=tokens) * tokens
     part //= ranks.context_parallel_size
-    vocabulary = prepared.vocabulary or 0
+    vocabulary = prepared.description.vocabulary or 0
     # One chunk of all logits is kept anyway
-    several = prepared.chunked_loss and chunk_width(max(1, part), vocabulary) < vocabulary
+    several = computes_loss(prepared.model) and chunk_width(max(1, part), vocabulary) < vocabulary
     logits = several and recipe.model.keep_logits is not True
     if logits and (checkpointing is None or checkpointing.budget is None):
         recomputed = recomputed.plus(TokenFlops(2.0 * embeddings(model)[1].weight.numel()))

@@ -29,9 +29,9 @@ import transformers
 
 from launcher.distributed.rank_layout import RankLayout
 from launcher.models import safetensors_files
-from launcher.models.build import (
-    build_model,
-    find_blocks,
+from launcher.models.build import build_model
+from launcher.models.description import (
+    describe,
     modules_without_text,
     outer_units,
     parts_without_text,
@@ -194,7 +194,7 @@ class Worker:
             path=str(path), task=known, attention=attention, freeze=freeze, num_labels=num_labels
         )
         model = build_model(section, sequence_length=16)
-        blocks, unused = find_blocks(model), modules_without_text(model)
+        blocks, unused = describe(model).blocks, modules_without_text(model)
         assert blocks, f"{type(model).__name__} has no blocks"
         assert bool(unused) is (task == "images")
         for name in parts_without_text(model):
@@ -316,7 +316,7 @@ class Worker:
         result = {}
         for strategy_name, strategy in STRATEGIES.items():
             model = build_model(Model(config={"model_type": name} | config), sequence_length=16)
-            blocks = find_blocks(model)
+            blocks = describe(model).blocks
             init_fn = partial(random_weights, seed=5)
             wrapped = wrap(
                 model,
@@ -385,7 +385,7 @@ class Worker:
         result = {}
         for name, strategy in {**STRATEGIES, **HYBRID}.items():
             model = build_model(Model(path=str(path)), sequence_length=16)
-            blocks = find_blocks(model)
+            blocks = describe(model).blocks
             checkpoint = open_checkpoint(path, model)
             init_fn = partial(pretrained_weights, checkpoint=checkpoint, seed=5)
             figures = {"whole": sum(p.numel() for p in model.parameters()) * 4}

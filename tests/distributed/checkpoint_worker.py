@@ -28,7 +28,8 @@ from launcher.checkpoint.reader import find_checkpoint, load, read_local
 from launcher.checkpoint.state import model_and_optimizer, rank_state, restore_rank_state
 from launcher.checkpoint.writer import Checkpointer, checkpoint_group
 from launcher.distributed.rank_layout import RankLayout
-from launcher.models.build import build_model, find_blocks
+from launcher.models.build import build_model
+from launcher.models.description import describe
 from launcher.models.load import starting_weights
 from launcher.models.lora import add_adapters
 from launcher.optimizers.optimizer import create_state, make_optimizer
@@ -97,7 +98,7 @@ class Run:
         self.ranks = RankLayout(rank=worker.rank, size=size, group=worker.groups[size], device=CPU)
         self.group = worker.checkpoint_groups[size]
         model = build_model(recipe.model, sequence_length=32, labels=None)
-        blocks = find_blocks(model)
+        blocks = describe(model).blocks
         init_fn, *_ = starting_weights(recipe.model, model, seed=size)
         if recipe.lora is not None:
             add_adapters(model, recipe.lora, base_dtype=torch.float32)

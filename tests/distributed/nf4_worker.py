@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launcher.models import head as head_module
 from launcher.models import nf4, nf4_layers
-from launcher.models.build import find_blocks
+from launcher.models.description import describe
 from tests.distributed.equivalence_worker import OFFLOAD, Worker
 from tests.distributed.launching import end_worker
 
@@ -65,7 +65,7 @@ def save_models(folder):
         made = transformers.AutoConfig.for_model(name, **config)
         model = transformers.AutoModelForCausalLM.from_config(made)
         model.save_pretrained(folder / name)
-        for module, weight in nf4_layers.packable(find_blocks(model)):
+        for module, weight in nf4_layers.packable(describe(model).blocks):
             parameter = module.get_parameter(weight)
             parameter.data = nf4.round_trip(parameter.data)
         model.save_pretrained(folder / f"{name} rounded")

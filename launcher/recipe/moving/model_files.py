@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import RecipeError
-from launcher.recipe.hub import config_file
 from launcher.recipe.moving.conversion import Conversion
+from launcher.sources.hub import config_file
 
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import Any
 
 from launcher.errors import RecipeError
-from launcher.recipe.columns import first_row
-from launcher.recipe.hub import is_hub_id
 from launcher.recipe.layouts import TOKEN_KINDS, guess
 from launcher.recipe.moving import parts, rows
 from launcher.recipe.moving.conversion import Conversion, is_off
 from launcher.recipe.moving.rows import DataSet
+from launcher.sources.finding import first_row
+from launcher.sources.hub import is_hub_id
 
 SIGNS = (
     *("model_name_or_path", "dataset_name", "per_device_train_batch_size", "num_train_epochs"),

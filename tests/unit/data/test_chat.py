@@ -23,13 +23,15 @@ from launcher.data.messages import (
     refuse_empty_answers,
 )
 from launcher.data.rendering import render, render_prompt
-from launcher.data.sources import file_part, read_rows
 from launcher.data.template_marks import uses_tools
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.data.tokenizer_files import KeptTokenizer
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
+from launcher.sources.finding import file_part
+from launcher.sources.location import Location
+from launcher.sources.rows import read_rows
 from tests import REPOSITORY
 from tests.unit.data.rows import write
 
@@ -796,7 +798,7 @@ def test_a_template_prints_the_date_of_the_run(tmp_path, monkeypatch):
     ]
     file = write(tmp_path / "a.jsonl", [{"messages": ANSWERED}])
     for day, shown in ((None, "01 Mar 2026"), ("2026-03-02", "02 Mar 2026")):
-        (one,) = encoders["dated", day].encode_rows(read_rows(file_part(file)))
+        (one,) = encoders["dated", day].encode_rows(read_rows(file_part(Location(str(file)))))
         assert tokenizer.decode(one.ids).startswith(shown + "<|begin|>user")
     computed = dated.replace("'%d %b %Y'", "messages[0].content")
     with pytest.raises(RecipeError, match="its format must be a text"):
@@ -895,7 +897,11 @@ def folder(tmp_path_factory):
 
 def encode_file(tmp_path, rows, kind, folder, suffix=".jsonl", **data):
     encoder = make_encoder(kind, schema.Data(kind=kind, **data), tokenizer=folder)
-    return list(encoder.encode_rows(read_rows(file_part(write(tmp_path / f"a{suffix}", rows)))))
+    return list(
+        encoder.encode_rows(
+            read_rows(file_part(Location(str(write(tmp_path / f"a{suffix}", rows)))))
+        )
+    )
 
 
 def split_by_loss(one, tokenizer):

@@ -28,7 +28,6 @@ from launcher.data.image_inputs import ModelImages, grid_positions
 from launcher.data.image_processor import load_processor
 from launcher.data.images import ImageSource, RowImages, source_of
 from launcher.data.messages import RowError
-from launcher.data.sources import Row, SourcePart, find_parts, read_all
 from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs, open_store
 from launcher.errors import RecipeError
@@ -37,6 +36,8 @@ from launcher.models.tower_inputs import PatchGrid, TowerInputs
 from launcher.objectives.next_token import NextToken
 from launcher.objectives.preference import Preference
 from launcher.recipe.schema import Data
+from launcher.sources.finding import find_parts
+from launcher.sources.rows import Row, SourcePart, read_all
 from tests.image_models import (
     FAMILIES,
     MORE,

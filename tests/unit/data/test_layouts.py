@@ -10,7 +10,6 @@ from launcher.data.messages import dialogue, read_messages, read_tools
 from launcher.data.opening import open_dataset
 from launcher.data.problems import problem_lines
 from launcher.data.run_data import recorded_prompts, tokenizer_to_keep, trained_prompts
-from launcher.data.sources import file_part, find_parts, read_rows
 from launcher.data.token_store import ModelInputs, rows_of_documents
 from launcher.data.tokenizer import (
     has_chat_template,
@@ -21,8 +20,10 @@ from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
-from launcher.recipe.columns import first_row
 from launcher.recipe.layouts import guess, match_row, named_columns
+from launcher.sources.finding import file_part, find_parts, first_row
+from launcher.sources.location import Location
+from launcher.sources.rows import read_rows
 from tests.unit.data.rows import write
 
 TEMPLATE = """\
@@ -59,7 +60,7 @@ def encoded(tmp_path, row, tokenizer, *, suffix=".jsonl", **data):
     kind = found.layout.kind
     settings = schema.Data(kind=kind, **data)
     encoder = make_encoder(kind, settings, tokenizer=tokenizer)
-    (one,) = encoder.encode_rows(read_rows(file_part(file)))
+    (one,) = encoder.encode_rows(read_rows(file_part(Location(str(file)))))
     return kind, one
 
 
@@ -246,7 +247,7 @@ def test_rows_of_tables(tmp_path, tokenizers):
     file_of_tabs = write(tmp_path / "b.tsv", "prompt\tcompletion\nHi\tHello.\nHi\tHello.\n")
     for path, kind, count in ((file, "chat", 1), (file_of_tabs, "instruct", 2)):
         encoder = make_encoder(kind, schema.Data(kind=kind), tokenizer=tokenizers["chat"])
-        rows = list(encoder.encode_rows(read_rows(file_part(path))))
+        rows = list(encoder.encode_rows(read_rows(file_part(Location(str(path))))))
         assert [one.problem for one in rows] == [""] * count
         assert {hugging_face_byte_tokenizer().decode(one.ids) for one in rows} == {
             HELLO.replace("[", "").replace("]", "")
@@ -624,7 +625,7 @@ def test_parts_of_columns_count_as_columns(tmp_path, tokenizers):
     encoder = make_encoder("instruct", data, tokenizer="bytes")
     unused: dict[str, str] = {}
     file = write(tmp_path / "squad.jsonl", rows)
-    one, two = encoder.encode_rows(read_rows(file_part(file)), unused=unused)
+    one, two = encoder.encode_rows(read_rows(file_part(Location(str(file)))), unused=unused)
     text = "### Instruction:\nq\n\n### Input:\nc\n\n### Response:\na"
     assert bytes(one.ids[:-1].astype("uint8")).decode() == text
     assert (

@@ -169,9 +169,7 @@ def test_a_run_on_gpus_rounds_widths(monkeypatch):
     ranks = RankLayout(rank=0, size=1, group=None, device=torch.device("cuda", 0))
     prepared = SimpleNamespace(
         model=torch.nn.Linear(1, 1),
-        vocabulary=8,
-        masking="mask",
-        recurrent=False,
+        description=SimpleNamespace(vocabulary=8),
         images=None,
         objective=objective_of(RECIPE.data),
     )

@@ -18,12 +18,10 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 
-from launcher.data import packing, sources, token_store
+from launcher.data import packing, token_store
 from launcher.data.batching import NO_SAMPLE
 from launcher.data.encoder import Encoder, make_encoder
-from launcher.data.file_ranges import split
 from launcher.data.opening import make_order, open_dataset
-from launcher.data.sources import file_part, find_parts, read_rows
 from launcher.data.token_store import ModelInputs, TokenStore, cache_folder, open_store
 from launcher.data.tokenizer import (
     ByteTokenizer,
@@ -34,10 +32,14 @@ from launcher.data.tokenizer import (
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
-from launcher.recipe.columns import first_row
-from launcher.recipe.hub import load_data_set
 from launcher.recipe.layouts import guess
-from launcher.recipe.row_files import ROW_FILES
+from launcher.sources import rows as source_rows
+from launcher.sources.finding import file_part, find_parts, first_row
+from launcher.sources.formats import ROW_FILES
+from launcher.sources.hub import load_data_set
+from launcher.sources.location import Location
+from launcher.sources.ranges import split
+from launcher.sources.rows import read_rows
 from tests import datasets
 from tests.micro_batches import contents
 from tests.unit.data.rows import documents_of, store_names, write
@@ -54,7 +56,7 @@ def cache(tmp_path):
 def read_documents(file):
     """The texts of a file. Raises the same error as open_store for the first unusable row."""
     encoder = make_encoder("text", schema.Data(), tokenizer="bytes")
-    for encoded in encoder.encode_rows(read_rows(file_part(file))):
+    for encoded in encoder.encode_rows(read_rows(file_part(Location(str(file))))):
         if encoded.problem:
             raise RecipeError(f"{encoded.row.where}: {encoded.problem}")
         if encoded.ids.size:
@@ -332,7 +334,9 @@ def test_hugging_face_tokenizer(tokenizer_folder):
 def test_texts_with_begin_and_end_tokens_get_no_others(tokenizer_folder, tmp_path):
     encoder = make_encoder("text", schema.Data(), tokenizer=str(tokenizer_folder))
     rows = [{"text": text} for text in ("a", "<s> a", "a </s>", "<s> a </s>")]
-    found = encoder.encode_rows(read_rows(file_part(write(tmp_path / "a.jsonl", rows))))
+    found = encoder.encode_rows(
+        read_rows(file_part(Location(str(write(tmp_path / "a.jsonl", rows)))))
+    )
     assert [one.ids.tolist() for one in found] == [[0, 3, 1]] * 4
 
 
@@ -523,7 +527,10 @@ def test_tokens_of_arrow_are_arrays(tmp_path, cache, kind):
         stores.append(open_store((str(tmp_path / name),), data, tokenizer=None, build=True))
     assert documents_of(stores[0]) == [[5, 6, 7], [8], [9, 300]]
     assert len({store.fingerprint["content"] for store in stores}) == 1
-    arrays = [row.values for row in read_rows(file_part(tmp_path / "a.parquet"), arrays=True)]
+    arrays = [
+        row.values
+        for row in read_rows(file_part(Location(str(tmp_path / "a.parquet"))), arrays=True)
+    ]
     assert all(isinstance(row["input_ids"], np.ndarray) for row in arrays)
 
 
@@ -1012,7 +1019,7 @@ def test_null_lists_with_the_oldest_pyarrow():
             return Scalars(self.array.is_valid())
 
     column = pyarrow.array([None, [1, 2], []], type=pyarrow.list_(pyarrow.int64()))
-    first, *others = sources._column(Column(column))
+    first, *others = source_rows._column(Column(column))
     assert first is None
     assert [value.tolist() for value in others] == [[1, 2], []]
 
@@ -1035,14 +1042,14 @@ OTHER_CONTENT = {
 def test_other_content_is_named_by_its_first_bytes(tmp_path, name, what):
     content = OTHER_CONTENT[what]
     file = write(tmp_path / name, gzip.compress(content) if name.endswith(".gz") else content)
-    (row,) = read_rows(file_part(file))
+    (row,) = read_rows(file_part(Location(str(file))))
     assert row.problem.startswith(f"it holds {what}"), row.problem
     assert row.where == str(file)
 
 
 @pytest.mark.parametrize("text", ["BZh is no archive", "PAR1 is text", "%PDF-1 is text", "ä"])
 def test_text_may_begin_like_other_content(tmp_path, text):
-    (row,) = read_rows(file_part(write(tmp_path / "a.txt", text)))
+    (row,) = read_rows(file_part(Location(str(write(tmp_path / "a.txt", text)))))
     assert row.values == {"text": text}
 
 
@@ -1052,7 +1059,7 @@ def test_a_damaged_compressed_file_is_named(tmp_path, suffix):
     whole = compress(b'{"text": "a"}\n' * 10_000)
     file = write(tmp_path / f"a.jsonl.{suffix}", whole[:-20])
     with pytest.raises(RecipeError, match=rf"a.jsonl.{suffix}: cannot be read: "):
-        list(read_rows(file_part(file)))
+        list(read_rows(file_part(Location(str(file)))))
 
 
 def test_what_is_not_read_is_named(tmp_path, cache):

@@ -13,14 +13,15 @@ from launcher.data import streaming
 from launcher.data.batching import RankBatchSampler, StreamOrder
 from launcher.data.collation import raise_error
 from launcher.data.encoder import Encoder, make_encoder
-from launcher.data.sources import find_parts, read_rows
 from launcher.data.streaming import StreamingDataset, assign_shards
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
-from launcher.recipe.hub import load_data_set
+from launcher.sources.finding import find_parts
+from launcher.sources.hub import load_data_set
+from launcher.sources.rows import read_rows
 from tests.unit.data.rows import write
 
 END = 256
@@ -383,9 +384,9 @@ def test_hub_data_set_is_streamed_by_its_shards(tmp_path, monkeypatch):
         cache = str(tmp_path / "cache")
         return real("json", data_files=files, split="train", streaming=True, cache_dir=cache)
 
-    for module in ("sources", "streaming"):
+    for module in ("sources.rows", "data.streaming"):
         cached = functools.cache(load_data_set.__wrapped__)
-        monkeypatch.setattr(f"launcher.data.{module}.load_data_set", cached)
+        monkeypatch.setattr(f"launcher.{module}.load_data_set", cached)
     real = datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     options = {"batch": 2, "steps": 16, "folder": tmp_path}

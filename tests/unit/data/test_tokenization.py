@@ -24,14 +24,17 @@ from launcher import console
 from launcher.data import store_files, token_store
 from launcher.data.dataset import MixtureDataset
 from launcher.data.encoder import Encoder
-from launcher.data.file_ranges import split
 from launcher.data.packing import separate
-from launcher.data.sources import SourcePart, file_part, read_all, read_rows
 from launcher.data.token_store import ModelInputs, open_store, rows_of_documents
 from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError, TrainingError
-from launcher.recipe import hub, schema
+from launcher.recipe import schema
 from launcher.reliability import lock
+from launcher.sources import hub
+from launcher.sources.finding import file_part
+from launcher.sources.location import Location
+from launcher.sources.ranges import split
+from launcher.sources.rows import SourcePart, read_all, read_rows
 from tests.datasets import dataset_of
 from tests.run_files import write_lines
 from tests.unit.data.rows import store_names, texts_of, write
@@ -77,7 +80,10 @@ def test_jsonl_parts_contain_every_row_once(tmp_path, size):
     lines = file.read_text(encoding="utf-8").split("\n")
     lines[8:8] = ["", "  "]
     file.write_text("\n".join(lines) + "\n" + json.dumps({"text": "last"}), encoding="utf-8")
-    whole, parts = list(read_rows(file_part(file))), split(file_part(file), size)
+    whole, parts = (
+        list(read_rows(file_part(Location(str(file))))),
+        split(file_part(Location(str(file))), size),
+    )
     assert (len(parts) > 10) == (size <= 100)
     in_parts = list(read_all(parts))
     expected = [{"text": text} for text in [*texts, "last"]]
@@ -91,8 +97,8 @@ def test_jsonl_parts_contain_every_row_once(tmp_path, size):
 def test_parquet_parts_contain_every_row_once(tmp_path):
     texts = [str(number) for number in range(95)]
     file = write(tmp_path / "a.parquet", texts, row_group_size=10)
-    parts = split(file_part(file), 1)
-    assert (len(parts), len(split(file_part(file), 10**9))) == (10, 1)
+    parts = split(file_part(Location(str(file))), 1)
+    assert (len(parts), len(split(file_part(Location(str(file))), 10**9))) == (10, 1)
     rows = [(row.values, row.where) for row in read_all(parts)]
     assert rows == [({"text": text}, f"{file} row {int(text) + 1}") for text in texts]
 

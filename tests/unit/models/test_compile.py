@@ -20,7 +20,7 @@ from launcher.distributed.environment import set_compile_cache
 from launcher.models import attention
 from launcher.models.applied import applied
 from launcher.models.attention import VARLEN
-from launcher.models.build import find_blocks
+from launcher.models.description import describe
 from launcher.models.images import tower_blocks
 from launcher.reliability.progress import Progress
 from launcher.run import compilation as run_compilation
@@ -88,7 +88,7 @@ def test_number_of_documents_does_not_cause_recompilation():
     packings = [(0, 5), (0, 3, 9), (0, 2, 4, 11), (0, 7), (0, 1, 2, 3, 4)]
     expected = [logits(*starts) for starts in packings]
     model.register_forward_pre_hook(_mark_documents, with_kwargs=True)
-    for block in find_blocks(model).values():
+    for block in describe(model).blocks.values():
         block.compile(backend="eager")
     graphs = set()
     for starts, reference in zip(packings, expected, strict=True):
@@ -138,7 +138,7 @@ def test_length_of_the_longest_document_causes_one_recompilation(model_type, kin
     assert isolate(model_type, "sdpa", **settings) == ("varlen", VARLEN)
     model = build(model_type, VARLEN, **settings)
     model.register_forward_pre_hook(_mark_documents, with_kwargs=True)
-    for block in find_blocks(model).values():
+    for block in describe(model).blocks.values():
         block.compile(backend="aot_eager", fullgraph=True)
     packings = [(16, 16), (4,) * 8, (8,) * 4, (16, 8, 8), (2,) * 16, (30, 2), (5, 3) * 4]
 

@@ -1,6 +1,7 @@
 """Refusals of context parallelism, and the parts of rows. tests/distributed/test_layouts.py
 trains with it."""
 
+import copy
 from types import SimpleNamespace
 
 import numpy as np
@@ -86,10 +87,18 @@ def test_other_models_keep_their_attention():
         ]
     for model in models:
         drop_causal_mask(model)
-    apply_context_parallel(models[0], SimpleNamespace(size=lambda: 2), sequence_length=32)
+    groups = [SimpleNamespace(size=lambda: 2, group_name=name) for name in ("7", "8")]
+    apply_context_parallel(models[0], groups[0], sequence_length=32)
     names = [attention_implementation(model) for model in models]
-    assert names == [DIVIDED_ROWS, VARLEN]
+    assert names == [f"{DIVIDED_ROWS}_7", VARLEN]
     assert ALL_ATTENTION_FUNCTIONS[VARLEN] is varlen_attention
+    teacher = copy.deepcopy(models[1])
+    apply_context_parallel(teacher, groups[1], sequence_length=32)
+    of_groups = [
+        ALL_ATTENTION_FUNCTIONS[attention_implementation(each)].args
+        for each in (models[0], teacher)
+    ]
+    assert of_groups == [(group,) for group in groups]
     cpu = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
     told = {attention_kernels(model, packed=False, **cpu) for model in models}
     assert len(told) == 1

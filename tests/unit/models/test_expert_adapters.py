@@ -9,12 +9,9 @@ from transformers import AutoModelForCausalLM
 
 from launcher.checkpoint.export import open_exported_weights
 from launcher.errors import RecipeError
-from launcher.models.adapted import (
-    AdaptedExperts,
-    adapted_weights,
-    adapter_tensors,
-)
-from launcher.models.build import build_model, find_blocks
+from launcher.models.adapted import AdaptedExperts, adapted_weights, adapter_tensors
+from launcher.models.build import build_model
+from launcher.models.description import describe
 from launcher.models.grouped_experts import low_rank_product
 from launcher.models.initialization import random_weights
 from launcher.models.lora import add_adapters
@@ -246,7 +243,7 @@ def test_compiled_blocks(bases):
         pytest.skip("the backward pass of its loop over experts (float32 on CPUs) is not compiled")
     model, found = load(bases("mixtral"), target_parameters=GATED), []
     for compiled in (False, True):
-        for block in find_blocks(model).values() if compiled else ():
+        for block in describe(model).blocks.values() if compiled else ():
             block.compile(backend="aot_eager", fullgraph=True)
         loss = loss_of(model)
         loss.backward()
@@ -291,7 +288,7 @@ def test_random_models(messages):
 def test_learning_rate_of_b(bases, name):
     model = load(bases("mixtral"), target_parameters=GATED)
     section = Optimizer(name=name, momentum=0.9, weight_decay=0.1)
-    blocks = find_blocks(model).values()
+    blocks = describe(model).blocks.values()
     of_b = {name: 8.0 for name, _ in model.named_parameters() if ".lora_B" in name}
     made = make_optimizer(model, section, ratios=of_b, blocks=blocks)
     ratios = {id(p): group["ratio"] for group in made.param_groups for p in group["params"]}

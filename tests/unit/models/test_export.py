@@ -37,10 +37,10 @@ from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.models.safetensors_files import open_folder, write_tensors
-from launcher.recipe.hub import NAMED_TEMPLATES, refuse_links
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.schema import Lora, Model
 from launcher.reliability.run_directory import RunFolder
+from launcher.sources.hub import NAMED_TEMPLATES, refuse_links
 from tests.unit.models.test_load import CLASSIFIER, CPU, load, logits, reference, save
 
 GPT2 = {"model_type": "gpt2", "n_positions": 64}

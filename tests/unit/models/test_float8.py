@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from launcher.errors import RecipeError
 from launcher.models import float8
 from launcher.models.attention import planned_gpu
-from launcher.models.build import find_blocks
+from launcher.models.description import describe
 from launcher.models.float8 import describe_float8, is_float8, use_float8
 from tests import REPOSITORY
 
@@ -31,7 +31,7 @@ def made(kind="llama", **config):
 
 
 def converted(model, name="rowwise", device=CPU):
-    use_float8(find_blocks(model), name, device=device, dtype=torch.bfloat16)
+    use_float8(describe(model).blocks, name, device=device, dtype=torch.bfloat16)
     return model
 
 
@@ -158,7 +158,7 @@ def test_head_and_routers_are_not_converted():
     names = {name for name, module in model.named_modules() if is_float8(module)}
     assert "model.layers.0.self_attn.q_proj" in names
     assert not any(name.endswith(("lm_head", "gate")) for name in names)
-    text = describe_float8(model, find_blocks(model).values())
+    text = describe_float8(model, describe(model).blocks.values())
     assert text.startswith(f"float8: {len(names)} linear layers; ")
     assert "1 outside of the blocks" in text
     assert "4 weights of experts are not converted" in text

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from launcher.data.collation import collate_sequences
 from launcher.models import head as head_module
 from launcher.models.applied import applied
-from launcher.models.build import build_model, embeddings
+from launcher.models.build import build_model
+from launcher.models.description import embeddings
 from launcher.models.head import (
     IGNORED,
     Chunking,

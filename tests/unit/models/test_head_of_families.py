@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from launcher.models.applied import applied
-from launcher.models.build import embeddings
+from launcher.models.description import embeddings
 from launcher.models.head import Head, logits_transform
 from launcher.models.micro_batch import MicroBatch
 from launcher.models.predictions import cross_entropies

@@ -9,9 +9,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from launcher.errors import RecipeError
 from launcher.libraries.private import attention_implementation
 from launcher.models.attention import isolate_documents
-from launcher.models.build import build_model, find_blocks, parts_without_text
+from launcher.models.build import build_model
+from launcher.models.description import describe, parts_without_text
+from launcher.models.documents import documents_at
 from launcher.models.initialization import random_weights
-from launcher.models.recurrent import documents_at, separate_documents
+from launcher.models.recurrent import separate_documents
 from launcher.recipe.model_config import why_not_packed
 from launcher.recipe.schema import Model
 from tests.unit.models.image_text_types import small_config
@@ -82,7 +84,7 @@ def test_text_alone_trains_the_text_model_with_packed_rows(model_type):
             build(model_type)
         return
     model = build(model_type)
-    assert find_blocks(model)
+    assert describe(model).blocks
     unused = set(parts_without_text(model))
     packs = why_not_packed({"model_type": model_type} | small_config(model_type)) is None
     assert packs is (model_type not in NOT_PACKED)

@@ -32,8 +32,9 @@ from launcher.models.attention import (
     isolate_documents,
     use_tower_attention,
 )
-from launcher.models.build import build_model, parts_without_text
+from launcher.models.build import build_model
 from launcher.models.changes import adapt, divide_rows
+from launcher.models.description import parts_without_text
 from launcher.models.images import (
     features_kept,
     packed_masks,

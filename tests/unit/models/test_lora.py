@@ -17,7 +17,8 @@ from launcher.checkpoint.export import open_exported_weights
 from launcher.errors import RecipeError
 from launcher.models import float8, nf4_layers
 from launcher.models.adapter_files import adapter_loader
-from launcher.models.build import build_model, find_blocks
+from launcher.models.build import build_model
+from launcher.models.description import describe
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.objectives.preference import Preference
@@ -47,7 +48,7 @@ def load(folder, *, trained=True, quantize=False, rounded=False, **options):
     found = open_checkpoint(folder, model)
     add_adapters(model, lora, base_dtype=torch.float32, base=str(folder))
     if quantize:
-        nf4_layers.quantize_blocks(find_blocks(model))
+        nf4_layers.quantize_blocks(describe(model).blocks)
 
     def fill(*arguments):
         pretrained_weights(*arguments, checkpoint=found, seed=3)
@@ -191,7 +192,7 @@ def test_learning_rate_of_b(base, name):
         made = make_optimizer(
             model,
             Optimizer(**{**section.__dict__, "learning_rate": rate}),
-            blocks=find_blocks(model).values(),
+            blocks=describe(model).blocks.values(),
             ratios={n: ratio for n, _ in model.named_parameters() if ".lora_B" in n},
         )
         made.grad_scale = None  # type: ignore[attr-defined]
@@ -573,7 +574,7 @@ def test_layers_whose_weights_kernels_read_get_no_adapter(kind, layers, targets,
         config = {"model_type": kind, "layers_block_type": ["mamba", "attention"], "vocab_size": 64}
     model = build_model(Model(config=config), sequence_length=16)
     names = {name for name, _ in model.named_modules() if name.endswith(layers)}
-    blocks, read = find_blocks(model), {model.get_submodule(name) for name in names}
+    blocks, read = describe(model).blocks, {model.get_submodule(name) for name in names}
     assert not read & {module for module, _ in nf4_layers.packable(blocks)}
     assert read <= {module for block in blocks.values() for module in float8._spared(block, model)}
     add_adapters(model, Lora(rank=4, target_modules=targets), base_dtype=torch.float32)

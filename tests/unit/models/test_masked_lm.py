@@ -24,7 +24,8 @@ from launcher.data.opening import make_order, open_dataset
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
 from launcher.models.applied import applied
-from launcher.models.build import build_model, embeddings
+from launcher.models.build import build_model
+from launcher.models.description import embeddings
 from launcher.models.head import Head, logits_transform
 from launcher.models.load import starting_weights
 from launcher.models.micro_batch import IGNORED

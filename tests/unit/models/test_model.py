@@ -14,13 +14,9 @@ from torch import nn
 from launcher.cli.main import main
 from launcher.errors import RecipeError
 from launcher.models import philox
-from launcher.models.build import (
-    build_model,
-    find_blocks,
-    recomputed_flops,
-    token_flops,
-    vocabulary_size,
-)
+from launcher.models.build import build_model
+from launcher.models.description import describe
+from launcher.models.flops import recomputed_flops, token_flops
 from launcher.models.initialization import initialize, materialize, random_weights
 from launcher.models.load import starting_weights
 from launcher.recipe.schema import Model
@@ -47,9 +43,9 @@ def build_initialized(config, seed=1):
 def test_models_are_built_on_meta():
     model = build(config=LLAMA)
     assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
-    assert list(find_blocks(model)) == ["model.layers.0", "model.layers.1"]
-    assert vocabulary_size(model) == 64
-    assert find_blocks(build(config=BERT | {"is_decoder": True}))
+    assert list(describe(model).blocks) == ["model.layers.0", "model.layers.1"]
+    assert describe(model).vocabulary == 64
+    assert describe(build(config=BERT | {"is_decoder": True})).blocks
     classifier = build(config=BERT, task="sequence_classification", num_labels=5)
     assert classifier.config.num_labels == 5
 
@@ -225,7 +221,7 @@ def test_flops_of_dense_frozen_and_expert_models():
     model, attention = build(config=LLAMA), 12 * 2 * 32 * 16
     parameters = numel(model.parameters()) - 64 * 32
     assert token_flops(model).at(16) == 6 * parameters + attention
-    blocks = list(find_blocks(model).values())
+    blocks = list(describe(model).blocks.values())
     inside = sum(numel(block.parameters()) for block in blocks)
     assert recomputed_flops(model, blocks).at(16) == 2 * inside + 4 * 2 * 32 * 16
     frozen = build(config=LLAMA, freeze=("lm_head.*",))
@@ -461,9 +457,9 @@ def user_module(tmp_path, monkeypatch):
 @pytest.mark.usefixtures("user_module")
 def test_custom_builder():
     model = build(builder="own:vision", arguments={"width": 8})
-    assert list(find_blocks(model)) == ["blocks.0", "blocks.1"]
+    assert list(describe(model).blocks) == ["blocks.0", "blocks.1"]
     assert all(p.is_meta and p.dtype == torch.float32 for p in model.parameters())
-    assert vocabulary_size(model) is None
+    assert describe(model).vocabulary is None
     assert token_flops(model).at(16) == 0.0
     random_weights(model, CPU, CPU, seed=1)
     largest = model.blocks[0].linear.weight.abs().max().item()

@@ -9,7 +9,6 @@ from peft import LoraConfig, PeftModel
 
 from launcher.data.encoder import make_encoder
 from launcher.data.ends import taught_ends
-from launcher.data.sources import Row, SourcePart
 from launcher.data.tokenizer import (
     ExtendedName,
     hugging_face_tokenizer,
@@ -26,6 +25,7 @@ from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.models.new_rows import grow_vocabulary
 from launcher.recipe.schema import Data, Lora, Model
+from launcher.sources.rows import Row, SourcePart
 from tests.multimodal import SHARED_KEYS
 from tests.unit.models.test_load import CPU, save
 

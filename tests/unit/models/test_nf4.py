@@ -15,7 +15,8 @@ from launcher.checkpoint import export
 from launcher.errors import RecipeError
 from launcher.models import nf4, nf4_layers
 from launcher.models.attention import isolate_documents
-from launcher.models.build import build_model, find_blocks
+from launcher.models.build import build_model
+from launcher.models.description import describe
 from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
@@ -207,7 +208,7 @@ def test_layers_in_nf4_stay_the_same_modules():
     config = {"model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 3} | WIDE
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = build_model(Model(config=config), sequence_length=16)
-    blocks = find_blocks(model)
+    blocks = describe(model).blocks
     block = blocks["model.layers.0"]
     model.requires_grad_(False)
     query, experts = block.self_attn.q_proj, block.mlp.experts
@@ -264,7 +265,7 @@ def build(config, *, quantize, **lora):
     model = build_model(Model(config=config), sequence_length=16)
     add_adapters(model, Lora(rank=4, **lora), base_dtype=torch.float32)
     if quantize:
-        nf4_layers.quantize_blocks(find_blocks(model))
+        nf4_layers.quantize_blocks(describe(model).blocks)
     random_weights(model, CPU, CPU, seed=1)
     torch.manual_seed(5)
     for name, parameter in model.named_parameters():
@@ -274,7 +275,7 @@ def build(config, *, quantize, **lora):
 
 
 def round_weights(model):
-    for module, name in nf4_layers.packable(find_blocks(model)):
+    for module, name in nf4_layers.packable(describe(model).blocks):
         parameter = module.get_parameter(name)
         parameter.data = nf4.round_trip(parameter.data)
 
@@ -367,7 +368,7 @@ def load(folder, *, trained=True):
     model = build_model(Model(path=str(folder)), sequence_length=16)
     found = open_checkpoint(folder, model)
     add_adapters(model, Lora(rank=4, alpha=6.0), base_dtype=torch.float32, base=str(folder))
-    nf4_layers.quantize_blocks(find_blocks(model))
+    nf4_layers.quantize_blocks(describe(model).blocks)
     pretrained_weights(model, CPU, CPU, checkpoint=found, seed=3)
     torch.manual_seed(5)
     for name, parameter in model.named_parameters():
@@ -509,6 +510,6 @@ def test_packed_rows_use_the_kernel_for_documents(kind, lora):
     model = build_model(Model(config=config), sequence_length=32)
     add_adapters(model, lora, base_dtype=torch.float32)
     if lora.quantize:
-        nf4_layers.quantize_blocks(find_blocks(model))
+        nf4_layers.quantize_blocks(describe(model).blocks)
     options = {"device": torch.device("cpu"), "compute_dtype": torch.float32}
     assert isolate_documents(model, sequence_length=32, **options) == "varlen"

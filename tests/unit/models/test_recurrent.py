@@ -18,17 +18,20 @@ from launcher.data.collation import collate_sequences, make_sample
 from launcher.data.packing import separate_pairs
 from launcher.errors import RecipeError
 from launcher.models import recurrent
+from launcher.models.applied import applied
 from launcher.models.attention import check_isolation, isolate_documents
-from launcher.models.build import find_blocks
+from launcher.models.description import describe
+from launcher.models.documents import DocumentsOfCall, documents_at
 from launcher.models.initialization import materialize
 from launcher.models.recurrent import (
-    documents_at,
     recurrent_layers,
     separate_documents,
     use_operators_without_values,
 )
 from launcher.objectives.answers import answer_log_probabilities
 from launcher.objectives.preference import Preference
+from launcher.recipe.schema import ActivationCheckpointing
+from launcher.strategies.activation_checkpointing import checkpoint_blocks
 from tests.datasets import dataset_of, rows_of
 from tests.unit.models.recurrent_families import FAMILIES, build
 from tests.unit.models.test_preference import store_of
@@ -58,9 +61,19 @@ def losses(logits, targets):
 
 def packable(model):
     """The masking of the model, which is changed as `change_forward` does it."""
-    assert separate_documents(model, CPU)
+    applied(model).documents = separate_documents(model, CPU)
+    assert applied(model).recurrent
     options = {"sequence_length": 90, "device": CPU, "compute_dtype": torch.float32}
     return isolate_documents(model, **options)
+
+
+def checkpoint(model, mode="full"):
+    checkpoint_blocks(
+        model,
+        describe(model).blocks,
+        ActivationCheckpointing(mode=mode),
+        recomputation=applied(model).documents.recomputation,
+    )
 
 
 def compare(model_type, *, attention=None, checkpointing=False):
@@ -81,7 +94,7 @@ def compare(model_type, *, attention=None, checkpointing=False):
             logits.append(single(input_ids=ids, use_cache=False).logits)
             losses(logits[-1][:, :-1], ids[:, 1:]).backward()
     if checkpointing:
-        packed.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint(packed)
     made = micro_batch(rows, masking=masking, recurrent=True)
     found = packed(**made.inputs, use_cache=False).logits
     losses(found, made.targets).backward()
@@ -130,6 +143,25 @@ def test_layers_that_are_computed_again_have_the_same_documents(model_type):
     _, logits, gradients = compare(model_type, checkpointing=True)
     assert logits < 2e-6
     assert gradients < 1e-6
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_calls_in_flight_have_documents_of_their_own(mode):
+    """As in a pipeline: a stage computes more micro-batches before it goes back through the first."""
+    one, other = build("nemotron_h").train(), build("nemotron_h").train()
+    made = [
+        micro_batch(documents(sizes), masking=packable(model) and "varlen", recurrent=True)
+        for model, sizes in ((one, ROWS), (other, [[20, 20], [50, 2, 2], [1, 80]]))
+    ]
+    for each in made:  # one call after the other, without recomputation
+        losses(one(**each.inputs, use_cache=False).logits, each.targets).backward()
+    checkpoint(other, mode)
+    found = [losses(other(**each.inputs, use_cache=False).logits, each.targets) for each in made]
+    for loss in found:
+        loss.backward()
+    for expected, parameter in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-5)
+    assert applied(other).documents.documents is None, "nothing stays on the model"
 
 
 def test_without_separation_documents_mix():
@@ -207,7 +239,7 @@ def test_compiled_blocks_compute_recurrent_layers_as_they_are():
     eager, compiled = build("lfm2").train(), build("lfm2").train()
     for model in (eager, compiled):
         packable(model)
-    for block in find_blocks(compiled).values():
+    for block in describe(compiled).blocks.values():
         block.compile(backend="aot_eager")
     for sizes in (ROWS, [[20, 20], [50, 2, 2], [1, 80]]):
         tensors = micro_batch(documents(sizes), masking="varlen", recurrent=True).inputs
@@ -289,12 +321,12 @@ def test_kernels_on_gpus_receive_one_row_and_the_bounds():
         received.update(options, shape=tuple(hidden_states.shape))
         return hidden_states.narrow(-1, 0, 3)  # a CPU build cannot index on a GPU
 
-    current = recurrent._Current()
+    call = DocumentsOfCall()
     positions = np.array([[0, 1, 2, 0, 1], [0, 1, 0, 1, 2]])
-    current.documents = layout = documents_at(positions)
+    call.documents = layout = documents_at(positions)
     with FakeTensorMode(allow_non_fake_inputs=True):
         rows = torch.empty(2, 5, 4, device="cuda")
-        out = recurrent._by_document(layer, current, True, rows, cu_seq_lens_q=None, cache=1)
+        out = recurrent._by_document(layer, call, True, rows, cu_seq_lens_q=None, cache=1)
     assert tuple(out.shape) == (2, 5, 3)
     assert received.pop("shape") == (1, 10, 4)
     assert received == {"cache": 1, "cu_seq_lens_q": layout.bounds, "seq_idx": layout.numbers}

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from launcher.errors import RecipeError
-from launcher.models.build import find_blocks
+from launcher.models.description import describe
 from launcher.models.head import Chunking, Transform, linear_cross_entropy
 from launcher.models.lora import add_adapters
 from launcher.models.nf4_layers import quantize_blocks
@@ -59,7 +59,7 @@ def test_models_whose_layers_cannot_be_divided_are_refused_by_name():
 def test_columns_in_nf4_are_divided_in_blocks():
     model = meta_model("llama", hidden_size=128, intermediate_size=256)
     model.requires_grad_(False)
-    quantize_blocks(find_blocks(model))
+    quantize_blocks(describe(model).blocks)
     assert refusal(model, 4) == (
         f"{KEY}4 does not divide the 128 features of model.layers.0.self_attn.o_proj, in blocks of "
         "64 for lora.quantize, of LlamaForCausalLM; use one of 1, 2"

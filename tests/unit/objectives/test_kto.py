@@ -11,13 +11,13 @@ from launcher.data.batching import NO_SAMPLE
 from launcher.data.collation import TextInputs
 from launcher.data.dataset import MixtureDataset
 from launcher.data.encoder import make_encoder
-from launcher.data.sources import Row, SourcePart
 from launcher.data.token_store import TokenStore
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives import kto
 from launcher.objectives.base import Example, dataset_objective
 from launcher.recipe import schema
 from launcher.recipe.layouts import guess, lost_meaning
+from launcher.sources.rows import Row, SourcePart
 from tests import datasets
 from tests.unit.models.test_preference import LENGTH, PAIRS, VOCABULARY, make_model, prepared
 

@@ -348,7 +348,8 @@ def test_profile_of_a_compiled_model_compiles_nothing(load, monkeypatch):
 def test_model_without_blocks_is_one_group(load, monkeypatch):
     recipe = load(*SMALL, "model.config.num_hidden_layers=2")
     split = profile_model(recipe, device="cpu")
-    prepared = dataclasses.replace(profile.prepare_model(recipe, device=torch.device("cpu")), blocks={})  # fmt: skip
+    prepared = profile.prepare_model(recipe, device=torch.device("cpu"))
+    prepared.description.blocks.clear()
     monkeypatch.setattr(profile, "_PROFILES", {})
     monkeypatch.setattr(profile, "_PREPARED", {})
     monkeypatch.setattr(profile, "prepare_model", lambda *_, **__: prepared)
@@ -366,7 +367,7 @@ def test_prepared_models_are_copies(load):
     second = profile.prepared_model(recipe, device="cpu")
     for prepared in (first, second):
         modules = set(prepared.model.modules())
-        assert modules.issuperset([*prepared.blocks.values(), *prepared.outer_units])
+        assert modules.issuperset([*prepared.description.blocks.values(), *prepared.outer_units])
     assert not set(first.model.modules()) & set(second.model.modules())
 
 

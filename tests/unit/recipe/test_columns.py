@@ -11,12 +11,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from launcher.data.sources import find_parts
 from launcher.data.token_store import open_store
 from launcher.errors import RecipeError
 from launcher.recipe.layouts import no_layout
 from launcher.recipe.load import load_recipe
-from launcher.recipe.row_files import ROW_FILES
+from launcher.sources.finding import find_parts
+from launcher.sources.formats import ROW_FILES
 from tests.unit.small_recipe import SMALL
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -235,7 +235,8 @@ def test_data_sets_of_the_hub_are_fetched_only_for_commands_that_train(folder, m
         column_names = ("messages",)
 
     monkeypatch.setattr(
-        "launcher.recipe.columns.load_data_set", lambda name: fetched.append(name) or Rows([CHAT])
+        "launcher.sources.finding.load_data_set",
+        lambda name: fetched.append(name) or Rows([CHAT]),
     )
     assert load("data.train=[owner/chats:train]").recipe.data.kind == "text"
     assert fetched == []

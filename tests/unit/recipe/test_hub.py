@@ -10,7 +10,9 @@ from launcher.errors import RecipeError
 from launcher.models.build import build_model
 from launcher.models.lora import add_adapters
 from launcher.recipe.adapter import adapter_keys, other_base
-from launcher.recipe.hub import (
+from launcher.recipe.load import load_recipe
+from launcher.recipe.schema import Lora, Model
+from launcher.sources.hub import (
     commit_of,
     is_hub_id,
     is_model_id,
@@ -18,8 +20,6 @@ from launcher.recipe.hub import (
     model_folder,
     split_revision,
 )
-from launcher.recipe.load import load_recipe
-from launcher.recipe.schema import Lora, Model
 from tests.unit.small_recipe import SMALL
 
 FIRST, SECOND = "a" * 40, "b" * 40

@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from launcher.cli.main import run
 from launcher.errors import RecipeError
-from launcher.models import attention
+from launcher.libraries.families import unpackable_layers
 from launcher.models.attention import isolate_documents
 from launcher.models.build import build_model
 from launcher.models.recurrent import separate_documents
@@ -67,12 +67,12 @@ def test_other_values_are_refused(value):
 
 def test_types_with_other_kinds_of_layers_are_known():
     """Their configs name kinds that `isolate_documents` refuses."""
-    packed, unknown = attention._ATTENTION | attention._RECURRENT | attention._OF_ONE_TOKEN, []
+    unknown = []
     for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         others = set()
         with contextlib.suppress(Exception):  # some configs have no defaults
             config = AutoConfig.for_model(model_type).get_text_config(decoder=True)
-            others = set(config.layer_types) - packed
+            others = unpackable_layers(config.layer_types, recurrent=True)
         if others and why_not_packed({"model_type": model_type}) is None:
             unknown.append((model_type, others))
     assert unknown == []

@@ -20,7 +20,7 @@ from launcher.errors import DivergedError
 from launcher.metrics import slow_ranks
 from launcher.metrics.sinks import _numbers
 from launcher.metrics.slow_ranks import SlowRanks
-from launcher.models.build import TokenFlops
+from launcher.models.flops import TokenFlops
 from launcher.recipe.load import load_recipe
 from launcher.reliability.json_files import read_jsonl
 from launcher.reliability.run_directory import RunFolder

@@ -11,7 +11,8 @@ from torch import nn
 
 from launcher.distributed.rank_layout import RankLayout
 from launcher.libraries.private import fsdp_groups
-from launcher.models.build import build_model, find_blocks, outer_units
+from launcher.models.build import build_model
+from launcher.models.description import describe, outer_units
 from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
@@ -219,7 +220,7 @@ def test_adapters_are_not_computed_in_float32():
     model = meta_model({"model_type": "nemotron_h"} | FAMILIES["nemotron_h"])
     model._keep_in_fp32_modules_strict = {"in_proj", "q_proj"}
     kept = kept_in_float32(model, torch.bfloat16, None)
-    blocks = find_blocks(model)
+    blocks = describe(model).blocks
     lora = Lora(rank=2, target_modules=["in_proj", "q_proj", "k_proj"])
     add_adapters(model, lora, base_dtype=torch.bfloat16, kept=kept, base=None)
     exact = {id(parameter) for parameter in computes_in_float32(model, torch.bfloat16)}
@@ -232,7 +233,7 @@ def test_adapters_are_not_computed_in_float32():
     # Nor are they in NF4
     model = meta_model({"model_type": "llama"} | BASE | {"hidden_size": 64})
     model._keep_in_fp32_modules_strict = {"q_proj"}
-    packed = packable(find_blocks(model), kept_in_float32(model, torch.bfloat16, None))
+    packed = packable(describe(model).blocks, kept_in_float32(model, torch.bfloat16, None))
     assert all(module is not model.model.layers[0].self_attn.q_proj for module, _ in packed)
     assert blocks
 
@@ -268,7 +269,7 @@ def test_experts_are_chosen_as_in_transformers(ranks, tmp_path, one_rank):
         plain.eval()(ids)
 
     model = build_model(Model(path=str(tmp_path)), sequence_length=16)
-    blocks, checkpoint = find_blocks(model), open_checkpoint(tmp_path, model)
+    blocks, checkpoint = describe(model).blocks, open_checkpoint(tmp_path, model)
     wrapped = wrap(
         model,
         Parts(

@@ -15,7 +15,6 @@ from launcher.data.dataset import MixtureDataset
 from launcher.data.encoder import make_encoder
 from launcher.data.loader import StepStatistics, StepTotals
 from launcher.data.opening import open_dataset
-from launcher.data.sources import file_part, read_rows
 from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs, open_store
 from launcher.data.tokenizer import hugging_face_tokenizer
@@ -29,6 +28,9 @@ from launcher.objectives.base import dataset_objective
 from launcher.objectives.loss import summed_loss
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
+from launcher.sources.finding import file_part
+from launcher.sources.location import Location
+from launcher.sources.rows import read_rows
 from launcher.training.evaluation import Evaluated, over_all
 from tests.unit.data.rows import documents_of, write
 
@@ -89,7 +91,7 @@ def test_a_stream_has_the_same_weights(tmp_path):
         order=StreamOrder(), global_batch_size=4, micro_batch_size=4, steps=1
     )
     stream = StreamingDataset(
-        [file_part(file)],
+        [file_part(Location(str(file)))],
         make_encoder("tokens", data, tokenizer=None),
         objective=NextToken(),
         sampler=sampler,
@@ -163,7 +165,7 @@ def test_rows_with_unusable_weights_are_named(tmp_path):
     rows = [{"input_ids": [1, 2, 3], "weights": weights} for weights, _ in BROKEN]
     file = write(tmp_path / "rows.jsonl", rows)
     encoder = make_encoder("tokens", data_of(tmp_path), tokenizer=None)
-    found = list(encoder.encode_rows(read_rows(file_part(file))))
+    found = list(encoder.encode_rows(read_rows(file_part(Location(str(file))))))
     for number, (one, (_, problem)) in enumerate(zip(found, BROKEN, strict=True), start=1):
         assert one.problem.startswith(problem), one.problem
         assert one.row.where == f"{file}:{number}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from launcher.data.sources import SourcePart, read_rows
-from launcher.recipe.hub import load_data_set
-from launcher.recipe.row_files import suffixes
+from launcher.sources.formats import suffixes
+from launcher.sources.hub import load_data_set
+from launcher.sources.location import Location
+from launcher.sources.rows import SourcePart, read_rows
 
 
 def first_rows(parts: Iterable[SourcePart], limit: int) -> Iterator[SourcePart]:
@@ -28,7 +28,7 @@ def split(part: SourcePart, size: int) -> list[SourcePart]:
     A .jsonl is split by lines, a .parquet by row groups, a hub data set by rows; others and
     compressed files stay whole.
     """
-    if part.form == "jsonl" and part.size > size and not suffixes(Path(part.name))[1]:
+    if part.form == "jsonl" and part.size > size and not suffixes(part.name)[1]:
         cuts = [part.start, *_line_starts(part, size), part.start + part.size]
         ends: Sequence[int] = range(cuts[-1] + 1)
     elif part.form == "parquet" and part.end is None:
@@ -55,7 +55,7 @@ def split(part: SourcePart, size: int) -> list[SourcePart]:
 def _line_starts(part: SourcePart, size: int) -> Iterator[int]:
     """The start of the first line after each `size` bytes."""
     at, end = part.start + size, part.start + part.size
-    with open(part.name, "rb") as stream:
+    with Location(part.name).open() as stream:
         while at < end:
             stream.seek(at - 1)
             while (line := stream.readline(1 << 20)) and not line.endswith(b"\n"):

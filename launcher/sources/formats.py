@@ -6,11 +6,12 @@ import bz2
 import io
 import json
 import lzma
-import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any, BinaryIO, Literal, cast
+
+from launcher.sources.location import Location
 
 RowForm = Literal["jsonl", "json", "parquet", "csv", "tsv", "arrow"]
 FORMS: dict[str, RowForm] = {
@@ -55,17 +56,23 @@ _FIRST_LINE = 1 << 20
 """Most bytes of a line of a text file that is looked at."""
 
 
-def suffixes(file: Path) -> tuple[str, str]:
+def suffixes(name: str) -> tuple[str, str]:
     """The suffix of a file's content, and that of its compression or an empty one."""
-    suffix = file.suffix.lower()
-    return (Path(file.stem).suffix.lower(), suffix) if suffix in COMPRESSED else (suffix, "")
+    path = PurePath(name)
+    suffix = path.suffix.lower()
+    return (PurePath(path.stem).suffix.lower(), suffix) if suffix in COMPRESSED else (suffix, "")
+
+
+def row_form(name: str) -> RowForm | None:
+    """The form of the rows in a file; None: it is no file of rows."""
+    return FORMS.get(suffixes(name)[0])
 
 
 def open_binary(name: str) -> BinaryIO:
     """The content of a file. Raises OSError; while a damaged file is read, one of READ_ERRORS."""
-    compression = suffixes(Path(name))[1]
+    compression = suffixes(name)[1]
     if not compression:
-        return open(name, "rb")
+        return Location(name).open()
     if compression == ".xz":
         return cast(BinaryIO, lzma.open(name))
     if compression == ".bz2":
@@ -93,12 +100,12 @@ def other_content(name: str) -> str:
     return ""
 
 
-def holds_json_lines(file: Path) -> bool:
+def holds_json_lines(name: str) -> bool:
     """Whether the first two lines of a text file that are not empty, or its only one, are JSON
     objects."""
     found = 0
     try:
-        with open_binary(os.fspath(file)) as stream:
+        with open_binary(name) as stream:
             while found < 2 and (line := stream.readline(_FIRST_LINE)):
                 if line.strip():
                     if not isinstance(row := json.loads(line.decode("utf-8-sig")), dict) or not row:

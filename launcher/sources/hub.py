@@ -14,8 +14,8 @@ from typing import Any
 
 from launcher.console import advanced
 from launcher.errors import RecipeError, first_line
-from launcher.recipe.find import no_such
-from launcher.recipe.row_files import COMPRESSED, FORMS
+from launcher.sources.formats import COMPRESSED, FORMS
+from launcher.sources.location import Location, no_such
 
 logger = logging.getLogger(__name__)
 
@@ -168,15 +168,19 @@ SAVED_DICT = "dataset_dict.json"
 """Of a folder that `DatasetDict.save_to_disk` wrote."""
 
 
-def is_saved_data_set(folder: Path) -> bool:
+SAVED_INFO = "dataset_info.json"
+"""Of a folder that `Dataset.save_to_disk` wrote."""
+
+
+def is_saved_data_set(folder: Location) -> bool:
     """Whether `save_to_disk` wrote this folder."""
-    both = (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
-    return both or (folder / SAVED_DICT).is_file()
+    both = folder.inside("state.json").is_file() and folder.inside(SAVED_INFO).is_file()
+    return both or folder.inside(SAVED_DICT).is_file()
 
 
-def saved_bytes(folder: Path) -> int:
-    """The bytes of the rows that `save_to_disk` wrote."""
-    return sum(file.stat().st_size for file in folder.rglob("*.arrow"))
+def saved_rows(folder: Location) -> list[Location]:
+    """The files of Arrow that `save_to_disk` wrote."""
+    return [file for file in folder.files() if file.name.endswith(".arrow")]
 
 
 def _load_saved(folder: str, splits: list[str]) -> Any:

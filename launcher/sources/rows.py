@@ -1,4 +1,4 @@
-"""Files and hub data sets as rows: finding files, reading them.
+"""Reads files and hub data sets as rows: one reader for each format.
 
 Files are not read through `datasets`, whose errors name neither line nor column. A row that cannot
 be read is a Row with its problem.
@@ -8,60 +8,30 @@ from __future__ import annotations
 
 import csv
 import functools
-import hashlib
 import io
 import itertools
 import json
-import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
-
-import numpy as np
 
 from launcher.console import bytes_as_text
 from launcher.errors import RecipeError
-from launcher.recipe.columns import matching, no_list, problem_of_header
-from launcher.recipe.hub import (
-    SAVED_DICT,
-    is_hub_id,
-    is_saved_data_set,
-    load_data_set,
-    saved_bytes,
-)
-from launcher.recipe.row_files import (
+from launcher.sources.formats import (
     COMPRESSED,
-    FORMS,
-    OF_BLOCKS,
     READ_ERRORS,
-    ROW_FILES,
     RowForm,
     arrow_batches,
     open_binary,
     other_content,
     suffixes,
 )
-
-_NOT_TEXT = {
-    ".pyc",
-    ".so",
-    ".png",
-    ".jpg",
-    ".gif",
-    ".zip",
-    ".tar",
-    ".safetensors",
-    ".bin",
-    ".npy",
-    ".exe",
-    ".a",
-    ".o",
-    *COMPRESSED,
-}
+from launcher.sources.hub import (
+    load_data_set,
+)
+from launcher.sources.location import Location
 
 MAX_DOCUMENT = 64 << 20
 """Bytes; see data.max_document."""
@@ -69,8 +39,6 @@ COMPRESSED_ROWS = 16
 """A compressed .json file, which is read as a whole, has at most this many times data.max_document."""
 _MOST_ROWS, _MOST_BYTES = 128, 16 << 20
 """Of a .parquet file or data set that are read at once."""
-_SUFFIXES = 5
-"""Suffixes that a line about files lists."""
 
 Form = RowForm | Literal["text", "hub", "hub_stream"]
 _OF_TEXT = ("text", "jsonl", "json", "csv", "tsv")
@@ -118,6 +86,9 @@ class Row:
     problem: str = ""
     size: int = 0
     """Bytes, about."""
+    no_rows: bool = False
+    """Whether the file cannot hold rows as it is written: JSON that is no list, or a header that
+    names no columns."""
 
     @property
     def where(self) -> str:
@@ -143,172 +114,9 @@ def _lines_before(file: str, byte: int) -> int:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _count_lines(file: str, block: int, size: int) -> int:
-    with open(file, "rb") as stream:
+    with Location(file).open() as stream:
         stream.seek(block * _COUNTED_BYTES)
         return stream.read(size).count(b"\n")
-
-
-# Finding files
-
-
-def find_parts(
-    patterns: tuple[str, ...],
-    *,
-    kind: str,
-    validation: bool = False,
-    max_document: int = MAX_DOCUMENT,
-    notes: list[str] | None = None,
-) -> list[SourcePart]:
-    """Whole files and hub data sets, in the order of the patterns and sorted by path, each once.
-
-    A folder means all files below it, except hidden files, caches and binaries. For kinds
-    (data.kind) other than text, it means only files of rows. max_document: in bytes. notes: gains
-    what folders hold and is not read, and which files are documents by their suffix. Raises
-    RecipeError if a pattern matches nothing, a link whose target is missing, or a text file where
-    rows are needed.
-    """
-    parts: dict[str, SourcePart] = {}
-    unread: dict[str, list[Path]] = {}
-    for pattern in patterns:
-        matches = matching(pattern)
-        if not matches and is_hub_id(pattern):
-            parts.setdefault(pattern, SourcePart(pattern, "hub", validation=validation))
-            continue
-        files: list[Path] = []
-        for path in map(Path, matches or [pattern]):
-            if not path.is_dir():
-                files.append(path)
-                continue
-            inside, others = _inside(path, kind)
-            files += inside
-            if others:
-                unread[str(path)] = others
-        for file in files:
-            if file.is_symlink() and not file.exists():
-                what = f"a link to {os.readlink(file)}, which is not there; mend or remove the link"
-                raise RecipeError(f"{file}: {what}")
-        files = [file for file in files if file.is_file() or is_saved_data_set(file)]
-        if not files:
-            raise RecipeError(f"data: {pattern!r} matches no file (in {Path.cwd()})")
-        for file in files:
-            part = replace(file_part(file), validation=validation and file.is_dir())
-            if part.form == "text" and kind != "text":
-                what = f"kind {kind} reads {ROW_FILES}; use kind text for text files"
-                raise RecipeError(f"{file}: {what}")
-            parts.setdefault(part.name, part)
-    if notes is not None:
-        notes += _file_notes([*parts.values()], unread)
-    return [replace(part, max_document=max_document) for part in parts.values()]
-
-
-def _inside(folder: Path, kind: str) -> tuple[list[Path], list[Path]]:
-    """The files below a folder, and the folders of `save_to_disk` instead of their files; and the
-    files that are not read, without hidden ones and caches."""
-    if is_saved_data_set(folder):
-        return [folder], []
-    inside = sorted(folder.rglob("*"))
-    infos = {path.parent for path in inside if path.name in ("dataset_info.json", SAVED_DICT)}
-    saved = {parent for parent in infos if is_saved_data_set(parent)}
-    outside = [path for path in inside if saved.isdisjoint(path.parents)]
-    shown = [path for path in outside if not _is_hidden(path.relative_to(folder))]
-    read = [path for path in outside if path in saved]
-    read += [path for path in shown if path not in saved and _wanted(path, kind)]
-    unread = {*shown}.difference(read)
-    return sorted(read), sorted(path for path in unread if path.is_file())
-
-
-def _is_hidden(relative: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in relative.parts)
-
-
-def _wanted(file: Path, kind: str) -> bool:
-    suffix, compression = suffixes(file)
-    if compression and suffix in ("", *OF_BLOCKS):
-        return False
-    return suffix not in _NOT_TEXT if kind == "text" else suffix in FORMS
-
-
-def _file_notes(parts: Sequence[SourcePart], unread: dict[str, list[Path]]) -> Iterator[str]:
-    """Lines about files that a user may have thought to be read, or read as rows."""
-    documents = [Path(part.name) for part in parts if part.form == "text"]
-    if documents:
-        what = "is no file of rows, and is one document"
-        if len(documents) > 1:
-            what = "are no files of rows, and are one document each"
-        yield f"note: {_listing(documents)} {what}"
-    for folder, files in unread.items():
-        yield f"note: of {folder}, {_listing(files)} {'is' if len(files) == 1 else 'are'} not read"
-
-
-def _listing(files: Sequence[Path]) -> str:
-    """The number of files by suffix, and an example."""
-    if len(files) == 1:
-        return str(files[0])
-    counts = Counter("".join(suffixes(file)) or "without a suffix" for file in files).most_common()
-    most, others = counts[:_SUFFIXES], sum(count for _, count in counts[_SUFFIXES:])
-    by_suffix = ", ".join(f"{count:,} {suffix}" for suffix, count in most)
-    by_suffix += f", {others:,} others" if others else ""
-    return f"{len(files):,} files ({by_suffix}; such as {files[0].name})"
-
-
-def file_part(file: Path) -> SourcePart:
-    """A whole file. Raises RecipeError if it cannot be read."""
-    suffix, compression = suffixes(file)
-    form: Form = FORMS.get(suffix, "text")
-    if compression and suffix in OF_BLOCKS:
-        hint = f"decompress it; {form} compresses its own columns"
-        raise RecipeError(f"{file}: a compressed {suffix} cannot be read: {hint}")
-    try:
-        if file.is_dir():
-            return SourcePart(str(file), "hub", size=saved_bytes(file))
-        return SourcePart(str(file), form, size=file.stat().st_size)
-    except OSError as error:
-        raise RecipeError(f"{file}: cannot be read: {error.strerror}") from None
-
-
-# Changed files
-
-_SAMPLED_FILES, _SAMPLED_BYTES = 1000, 4096
-
-
-def file_states(parts: Sequence[SourcePart]) -> list[list[object]]:
-    """For each part, what changes with the content of its files: name, size, times and inode. A
-    program may write other content of the same size and set the time back, but not that of the
-    change (ctime). A hub data set has its name: it keeps the version that was read first."""
-    states: list[list[object]] = []
-    for part in parts:
-        if part.form == "hub" and not os.path.isdir(part.name):
-            states.append([part.name, part.validation])
-            continue
-        of_files = []
-        for file in _files(part):
-            state = os.stat(file)
-            times = [state.st_mtime_ns, state.st_ctime_ns]
-            of_files.append([str(file.resolve()), state.st_size, *times, state.st_ino])
-        states.append([part.validation, *of_files])
-    return states
-
-
-def content_sample(parts: Sequence[SourcePart]) -> str:
-    """A digest of the beginning, the middle and the end of each file; of evenly spaced files if
-    these are many. Raises OSError."""
-    files = [file for part in parts for file in _files(part)]
-    digest = hashlib.sha256()
-    for file in files[:: -(-len(files) // _SAMPLED_FILES) or 1]:
-        with file.open("rb") as stream:
-            end = stream.seek(0, os.SEEK_END)
-            for start in (0, end // 2, max(0, end - _SAMPLED_BYTES)):
-                stream.seek(start)
-                digest.update(stream.read(_SAMPLED_BYTES))
-    return digest.hexdigest()
-
-
-def _files(part: SourcePart) -> list[Path]:
-    """The files of a part; none of a data set of the hub."""
-    path = Path(part.name)
-    if part.form in ("hub", "hub_stream"):
-        return sorted(path.rglob("*.arrow")) if path.is_dir() else []
-    return [path]
 
 
 # Reading
@@ -449,7 +257,7 @@ def _jsonl(part: SourcePart) -> Iterator[Row]:
 
 
 def _json(part: SourcePart) -> Iterator[Row]:
-    compressed = suffixes(Path(part.name))[1] in COMPRESSED
+    compressed = suffixes(part.name)[1] in COMPRESSED
     most = COMPRESSED_ROWS * part.max_document
     content = _content(part, most if compressed else None)
     if content is None:
@@ -460,7 +268,8 @@ def _json(part: SourcePart) -> Iterator[Row]:
     if "Extra data" in problem:
         problem += "; if it has one object per line, name it .jsonl"
     elif not problem and not isinstance(rows, list):
-        problem = no_list(rows)
+        yield Row(part, 0, None, no_list(rows), no_rows=True)
+        return
     if problem:
         yield Row(part, 0, None, problem)
         return
@@ -469,6 +278,27 @@ def _json(part: SourcePart) -> Iterator[Row]:
             yield Row(part, number, None, part.too_large("the row", size))
         else:
             yield _object(part, number, row, size=len(content) // len(rows))
+
+
+def no_list(value: object) -> str:
+    """The problem of a .json file with this value, which is no list, and where its rows may be."""
+    got = "one object" if isinstance(value, dict) else type(value).__name__
+    problem = f"must hold a list of objects, one for each row; got {got}"
+    if not isinstance(value, dict):
+        return problem
+    rows = [key for key, held in value.items() if _holds_objects(held)]
+    columns = [held for held in value.values() if isinstance(held, list)]
+    if len(rows) == 1:
+        return f"{problem}; its key {rows[0]!r} holds such a list: write that list to a file alone"
+    if len(columns) > 1 and len(columns) == len(value) and len(set(map(len, columns))) == 1:
+        return f"{problem} that holds each column as a list; write each row as an object"
+    if rows:
+        return f"{problem} with several lists ({', '.join(rows)}); write each to a file of its own"
+    return f"{problem}; if each line is a row, name the file .jsonl"
+
+
+def _holds_objects(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], dict)
 
 
 def _csv(part: SourcePart) -> Iterator[Row]:
@@ -488,20 +318,39 @@ def _csv(part: SourcePart) -> Iterator[Row]:
                 return
             except csv.Error as error:
                 fields, problem = [""], f"not CSV: {error}"
+            no_rows = False
             if re.search("[\udc80-\udcff]", "".join(fields)):
                 problem = _not_utf8()
             elif not header and not problem:
                 problem = problem_of_header(fields)
+                no_rows = bool(problem)
             elif header and fields and not problem and len(fields) != len(header):
                 problem = f"{len(fields)} fields, but the header in line 1 has {len(header)}"
             if problem:
-                yield Row(part, line, None, problem)
+                yield Row(part, line, None, problem, no_rows=no_rows)
                 if not header:
                     return
             elif header and fields:
                 values = dict(zip(header, fields, strict=True))
                 yield Row(part, line, values, size=sum(map(len, fields)))
             header = header or fields
+
+
+def problem_of_header(names: list[str]) -> str:
+    """Why the first line of a .csv or .tsv file cannot name its columns; empty if it can."""
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        listed = ", ".join(map(repr, twice))
+        return f"the header names a column twice ({listed}); rename one, or remove it"
+    for mark, name in (
+        (";", "semicolons"),
+        ("\t", "tabs"),
+        ("|", "vertical bars"),
+        (",", "commas"),
+    ):
+        if len(names) == 1 and mark in names[0]:
+            what = "write the file with commas, or with tabs as .tsv"
+            return f"the header is one column, {names[0]!r}; if {name} divide the columns, {what}"
+    return ""
 
 
 def _csv_lines(part: SourcePart, stream: io.TextIOWrapper) -> Iterator[str]:
@@ -594,9 +443,8 @@ def _column(column: Any) -> Sequence[Any]:
         return [_clean(value) for value in column.to_pylist()]
     values, bounds = column.values.to_numpy(), column.offsets.to_numpy().tolist()
     if values.dtype.kind in "iu" and values.size:
-        limits = np.iinfo(np.int32)
-        if limits.min <= values.min() and values.max() <= limits.max:
-            values = values.astype(np.int32, copy=False)
+        if values.min() >= -(2**31) and values.max() < 2**31:
+            values = values.astype("int32", copy=False)
     lists = [values[start:end] for start, end in itertools.pairwise(bounds)]
     if column.null_count:
         valid = column.is_valid().to_pylist()  # a scalar of pyarrow 17 is always true

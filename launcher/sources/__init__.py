@@ -1,0 +1,1 @@
+"""Where files are, and rows in them: local files and folders, and the Hugging Face hub."""

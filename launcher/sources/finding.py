@@ -1,0 +1,335 @@
+"""Finds the files of data: those that patterns name, what changed in them, and their first row."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from launcher.errors import RecipeError
+from launcher.sources.formats import (
+    COMPRESSED,
+    FORMS,
+    OF_BLOCKS,
+    ROW_FILES,
+    RowForm,
+    holds_json_lines,
+    open_binary,
+    row_form,
+    suffixes,
+)
+from launcher.sources.hub import (
+    SAVED_DICT,
+    SAVED_INFO,
+    is_hub_id,
+    is_saved_data_set,
+    load_data_set,
+    saved_rows,
+)
+from launcher.sources.location import Location, is_of_system, matching
+from launcher.sources.rows import MAX_DOCUMENT, Form, SourcePart, no_list, read_rows
+
+_NOT_TEXT = {
+    ".pyc",
+    ".so",
+    ".png",
+    ".jpg",
+    ".gif",
+    ".zip",
+    ".tar",
+    ".safetensors",
+    ".bin",
+    ".npy",
+    ".exe",
+    ".a",
+    ".o",
+    *COMPRESSED,
+}
+
+"""Suffixes of files in folders that are no documents."""
+_SUFFIXES = 5
+"""Suffixes that a line about files lists."""
+
+
+def find_parts(
+    patterns: tuple[str, ...],
+    *,
+    kind: str,
+    validation: bool = False,
+    max_document: int = MAX_DOCUMENT,
+    notes: list[str] | None = None,
+) -> list[SourcePart]:
+    """Whole files and hub data sets, in the order of the patterns and sorted by path, each once.
+
+    A folder means all files below it, except hidden files, caches and binaries. For kinds
+    (data.kind) other than text, it means only files of rows. max_document: in bytes. notes: gains
+    what folders hold and is not read, and which files are documents by their suffix. Raises
+    RecipeError if a pattern matches nothing, a link whose target is missing, or a text file where
+    rows are needed.
+    """
+    parts: dict[str, SourcePart] = {}
+    unread: dict[str, list[Location]] = {}
+    for pattern in patterns:
+        matches = matching(pattern)
+        if not matches and is_hub_id(pattern):
+            parts.setdefault(pattern, SourcePart(pattern, "hub", validation=validation))
+            continue
+        files: list[Location] = []
+        for match in matches or [Location(pattern)]:
+            if not match.is_folder():
+                files.append(match)
+                continue
+            inside, others = _inside(match, kind)
+            files += inside
+            if others:
+                unread[match.name] = others
+        for file in files:
+            if (target := file.missing_target()) is not None:
+                what = f"a link to {target}, which is not there; mend or remove the link"
+                raise RecipeError(f"{file.name}: {what}")
+        files = [file for file in files if file.is_file() or is_saved_data_set(file)]
+        if not files:
+            raise RecipeError(f"data: {pattern!r} matches no file (in {os.getcwd()})")
+        for file in files:
+            part = replace(file_part(file), validation=validation and file.is_folder())
+            if part.form == "text" and kind != "text":
+                what = f"kind {kind} reads {ROW_FILES}; use kind text for text files"
+                raise RecipeError(f"{file.name}: {what}")
+            parts.setdefault(part.name, part)
+    if notes is not None:
+        notes += _file_notes([*parts.values()], unread)
+    return [replace(part, max_document=max_document) for part in parts.values()]
+
+
+def _inside(folder: Location, kind: str) -> tuple[list[Location], list[Location]]:
+    """The files below a folder that are read, and the folders of `save_to_disk` instead of their
+    files; and the files that are not read, without hidden ones and caches."""
+    if is_saved_data_set(folder):
+        return [folder], []
+    files = folder.files()
+    infos = {file.parent for file in files if file.path.name in (SAVED_INFO, SAVED_DICT)}
+    saved = [parent for parent in infos if is_saved_data_set(parent)]
+    below = tuple(f"{parent.name}/" for parent in saved)
+    outer = [parent for parent in saved if not parent.name.startswith(below)]
+    shown = [
+        file for file in files if not file.name.startswith(below) and not file.is_hidden_in(folder)
+    ]
+    read = outer + [file for file in shown if _is_read(file, kind)]
+    unread = [file for file in shown if not _is_read(file, kind) and file.is_file()]
+    return sorted(read, key=lambda file: file.path), unread
+
+
+def _is_read(file: Location, kind: str) -> bool:
+    suffix, compression = suffixes(file.name)
+    if compression and suffix in ("", *OF_BLOCKS):
+        return False
+    return suffix not in _NOT_TEXT if kind == "text" else suffix in FORMS
+
+
+def _file_notes(parts: Sequence[SourcePart], unread: dict[str, list[Location]]) -> Iterator[str]:
+    """Lines about files that a user may have thought to be read, or read as rows."""
+    documents = [Location(part.name) for part in parts if part.form == "text"]
+    if documents:
+        what = "is no file of rows, and is one document"
+        if len(documents) > 1:
+            what = "are no files of rows, and are one document each"
+        yield f"note: {_listing(documents)} {what}"
+    for folder, files in unread.items():
+        yield f"note: of {folder}, {_listing(files)} {'is' if len(files) == 1 else 'are'} not read"
+
+
+def _listing(files: Sequence[Location]) -> str:
+    """The number of files by suffix, and an example."""
+    if len(files) == 1:
+        return files[0].name
+    names = ("".join(suffixes(file.name)) or "without a suffix" for file in files)
+    counts = Counter(names).most_common()
+    most, others = counts[:_SUFFIXES], sum(count for _, count in counts[_SUFFIXES:])
+    by_suffix = ", ".join(f"{count:,} {suffix}" for suffix, count in most)
+    by_suffix += f", {others:,} others" if others else ""
+    return f"{len(files):,} files ({by_suffix}; such as {files[0].path.name})"
+
+
+def file_part(file: Location) -> SourcePart:
+    """A whole file. Raises RecipeError if it cannot be read."""
+    suffix, compression = suffixes(file.name)
+    form: Form = row_form(file.name) or "text"
+    if compression and suffix in OF_BLOCKS:
+        hint = f"decompress it; {form} compresses its own columns"
+        raise RecipeError(f"{file.name}: a compressed {suffix} cannot be read: {hint}")
+    try:
+        if file.is_folder():
+            size = sum(rows.size() for rows in saved_rows(file))
+            return SourcePart(file.name, "hub", size=size)
+        return SourcePart(file.name, form, size=file.size())
+    except OSError as error:
+        raise RecipeError(f"{file.name}: cannot be read: {error.strerror}") from None
+
+
+# Changed files
+
+_SAMPLED_FILES, _SAMPLED_BYTES = 1000, 4096
+
+
+def file_states(parts: Sequence[SourcePart]) -> list[list[object]]:
+    """For each part, what changes with the content of its files (`Location.state`). A hub data set has
+    its name: it keeps the version that was read first."""
+    return [
+        [part.validation, *(file.state() for file in _files(part))]
+        if part.form != "hub" or Location(part.name).is_folder()
+        else [part.name, part.validation]
+        for part in parts
+    ]
+
+
+def content_sample(parts: Sequence[SourcePart]) -> str:
+    """A digest of the beginning, the middle and the end of each file; of evenly spaced files if
+    these are many. Raises OSError."""
+    files = [file for part in parts for file in _files(part)]
+    digest = hashlib.sha256()
+    for file in files[:: -(-len(files) // _SAMPLED_FILES) or 1]:
+        with file.open() as stream:
+            end = stream.seek(0, os.SEEK_END)
+            for start in (0, end // 2, max(0, end - _SAMPLED_BYTES)):
+                stream.seek(start)
+                digest.update(stream.read(_SAMPLED_BYTES))
+    return digest.hexdigest()
+
+
+def _files(part: SourcePart) -> list[Location]:
+    """The files of a part; none of a data set of the hub."""
+    source = Location(part.name)
+    if part.form in ("hub", "hub_stream"):
+        return saved_rows(source) if source.is_folder() else []
+    return [source]
+
+
+# The first row
+
+_FIRST_LINE = 1 << 28
+"""Most bytes of a line that are read: a small compressed file may hold many gigabytes."""
+_FIRST_BYTES = 1 << 24
+"""Bytes of a .json file that are searched for the end of its first row."""
+
+
+class _NotRowsError(Exception):
+    """A file that holds no rows as it is written."""
+
+
+def first_row(
+    patterns: Iterable[str], *, hub: bool = False
+) -> tuple[str, Mapping[str, Any]] | None:
+    """The first file that the patterns name, and its first row; None if that is not a file of rows,
+    or cannot be read. hub: also fetch a data set of the hub. Raises RecipeError if a .json file
+    holds no list, or if the header of a .csv file names no columns."""
+    for pattern in patterns:
+        if is_of_system(pattern):
+            return None
+        matches = matching(pattern)
+        if not matches and is_hub_id(pattern):
+            return _first_of_hub(pattern) if hub else None
+        for match in matches:
+            try:
+                for file in _row_files(match):
+                    row = _first_of_file(file)
+                    return None if row is None else (file.name, row)
+            except _NotRowsError as error:
+                raise RecipeError(f"{file.name}: {error}") from None
+            except Exception:  # of damaged files: many classes, reported when they are read
+                return None
+    return None
+
+
+def why_text(patterns: Iterable[str]) -> str | None:
+    """Why the data is text: the first file that the patterns name is there, and is no file of rows.
+    None: it is one, or there is none."""
+    for pattern in patterns:
+        if is_of_system(pattern):
+            return None
+        for match in matching(pattern):
+            if match.is_folder():
+                none = f"{match.name} holds no file of rows ({ROW_FILES})"
+                return None if _row_files(match) else none
+            return (
+                None if row_form(match.name) else f"{match.name} is no file of rows ({ROW_FILES})"
+            )
+    return None
+
+
+def rows_as_text(patterns: Iterable[str]) -> str | None:
+    """A text file among these files whose lines are JSON objects, one of each suffix is looked at:
+    it would be trained with its braces. None: there is none."""
+    seen: set[str] = set()
+    for pattern in patterns:
+        if is_of_system(pattern):
+            continue
+        for match in matching(pattern):
+            for file in _inside(match, "text")[0] if match.is_folder() else [match]:
+                suffix = "".join(suffixes(file.name))
+                if suffix in seen or row_form(file.name) or not file.is_file():
+                    continue
+                seen.add(suffix)
+                if holds_json_lines(file.name):
+                    return file.name
+    return None
+
+
+def _row_files(match: Location) -> list[Location]:
+    return _inside(match, "rows")[0] if match.is_folder() else [match]
+
+
+def _first_of_hub(name: str) -> tuple[str, Mapping[str, Any]]:
+    rows = load_data_set(name)
+    columns = dict.fromkeys(rows.column_names)
+    return name, columns | (dict(rows[0]) if len(rows) else {})
+
+
+def _first_of_file(file: Location) -> Mapping[str, Any] | None:
+    """The first row of a file, or of a folder of `save_to_disk`; its columns alone if it has no row.
+    None: it is no file of rows, or its first row cannot be read."""
+    if file.is_folder():  # without `datasets`, whose import takes a second
+        if file.inside(SAVED_DICT).is_file():
+            file = file.inside("train")
+        columns = dict.fromkeys(json.loads(file.inside(SAVED_INFO).path.read_text())["features"])
+        arrow = saved_rows(file)
+        return {**columns, **((_first_of_file(arrow[0]) if arrow else None) or {})}
+    form = row_form(file.name)
+    if form is None or not file.is_file():
+        return None
+    if form == "json":  # which is else read as a whole
+        return _first_of_json(file)
+    row = next(read_rows(replace(file_part(file), max_document=_FIRST_LINE)))
+    if row.no_rows:
+        raise _NotRowsError(row.problem)
+    return row.values if row.values is not None else _columns(file, form)
+
+
+def _columns(file: Location, form: RowForm) -> dict[str, None] | None:
+    """The columns of a file that names them before its rows."""
+    if form in ("csv", "tsv"):
+        with io.TextIOWrapper(open_binary(file.name), encoding="utf-8-sig", newline="") as stream:
+            return dict.fromkeys(
+                next(csv.reader(stream, "excel-tab" if form == "tsv" else "excel"))
+            )
+    if form == "parquet":
+        import pyarrow.parquet
+
+        return dict.fromkeys(pyarrow.parquet.read_schema(file.name).names)
+    return None
+
+
+def _first_of_json(file: Location) -> Mapping[str, Any]:
+    with open_binary(file.name) as stream:
+        text = stream.read(_FIRST_BYTES).decode("utf-8-sig", errors="ignore")
+    start = text.index("{")
+    if text[:start].strip() != "[":
+        value, end = json.JSONDecoder().raw_decode(text, start)  # raises if the file is larger
+        raise _NotRowsError(no_list(value if not text[end:].strip() else {}))
+    row: dict[str, Any] = json.JSONDecoder().raw_decode(text, start)[0]
+    return row
