@@ -24,6 +24,13 @@ from launcher.data.run_data import (
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.errors import RecipeError
 from launcher.files import replace_folder
+from launcher.models.adapted import (
+    Read,
+    adapted_ties,
+    adapter_in_file,
+    ids_of_adapter,
+    merged_reader,
+)
 from launcher.models.build import checkpoint_folder, is_pretrained
 from launcher.models.changes import adapt, build_with_tokens
 from launcher.models.config_files import set_dtype
@@ -36,10 +43,9 @@ from launcher.models.hugging_face_files import (
     write_weights,
 )
 from launcher.models.images import use_images
-from launcher.models.initialization import clean_name, initialize, materialize
+from launcher.models.initialization import initialize, materialize
 from launcher.models.load import ModelCheckpoint, open_checkpoint
-from launcher.models.lora import Read, adapted_weights, merged_reader
-from launcher.models.new_rows import ids_of_adapter
+from launcher.models.names import clean_name
 from launcher.models.nf4 import round_trip
 from launcher.models.nf4_layers import packable
 from launcher.models.precision import kept_in_float32
@@ -53,7 +59,7 @@ from launcher.models.safetensors_files import (
     refuse_absent,
     write_tensors,
 )
-from launcher.models.ties import adapted_ties, untie
+from launcher.models.ties import untie
 from launcher.recipe.functions import refuse_code
 from launcher.recipe.load import recorded_recipe
 from launcher.recipe.schema import Model, Recipe
@@ -316,14 +322,17 @@ def open_exported_weights(source: Path) -> StoredModel:
         new_ids=ids_of_adapter(settings),
     )
     stored = _open_adapter(source)
-    read_base, aliases = checkpoint.reader(), adapted_ties(model, adapted_weights(stored.tensors))
+    adapted, whole = adapter_in_file(model, settings, stored.tensors)
+    read_original, aliases = checkpoint.reader(), adapted_ties(model, adapted)
     for name in aliases:
         untie(model, name)
-    readers: dict[str, Read] = {
-        "read_base": lambda name: read_base(aliases.get(name, name)),
-        "read_adapter": stored.read,
-    }
-    read = merged_reader(model, settings, stored.tensors, **readers)
+
+    def read_base(name: str) -> torch.Tensor:
+        if name in whole:
+            return stored.read(whole[name])
+        return read_original(aliases.get(name, name))
+
+    read = merged_reader(adapted, read_base=read_base, read_adapter=stored.read)
     return StoredModel(model, read, checkpoint.stored.dtype(), checkpoint)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from launcher.libraries.private import non_persistent_buffers, version_of
-from launcher.models.initialization import clean_name
+from launcher.models.names import clean_name
 from launcher.models.safetensors_files import Tensors
 
 AVERAGE = "ema"

@@ -26,12 +26,13 @@ from launcher.data.tokenizer import tokenizer_name
 from launcher.data.tokenizer_files import limit_pixels
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
+from launcher.models.adapted import ids_of_adapter
 from launcher.models.build import auto_class
 from launcher.models.config_files import problems_of_older_readers
 from launcher.models.description import describe, is_classifier, text_config
 from launcher.models.hugging_face_files import PROCESSOR, exported_tensors
 from launcher.models.images import features_of
-from launcher.models.new_rows import grow_vocabulary, ids_of_adapter
+from launcher.models.new_rows import grow_vocabulary
 from launcher.models.safetensors_files import ADAPTER, ADAPTER_CONFIG, open_files, open_folder
 from launcher.reliability.json_files import Json
 from launcher.sources.hub import CHAT_TEMPLATE

@@ -24,7 +24,7 @@ from launcher.distributed.spawn import end_process, rank_main
 from launcher.errors import EXIT_DONE, EXIT_NO, EXIT_USAGE, RecipeError
 from launcher.models.build import make_config
 from launcher.models.config_keys import check_config_keys
-from launcher.models.initialization import clean_name
+from launcher.models.names import clean_name
 from launcher.models.shards import local_columns, local_rows
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import (

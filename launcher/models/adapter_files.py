@@ -1,4 +1,5 @@
-"""Initial values of adapters: DoRA's magnitudes, and a trained adapter that a run continues."""
+"""First values of adapters: those that follow from the loaded weights, and a trained adapter that a
+run continues."""
 
 from __future__ import annotations
 
@@ -9,11 +10,9 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
-from launcher.models.dora import set_magnitudes
-from launcher.models.expert_adapters import file_form, is_factor, model_form
-from launcher.models.initialization import named_tensors
+from launcher.models.adapted import adapted_weights, adapter_tensors, base_copies
 from launcher.models.load import Load
-from launcher.models.lora import adapter_names, base_copies
+from launcher.models.names import named_tensors
 from launcher.models.safetensors_files import ADAPTER, StoredTensors, open_files
 from launcher.models.shards import copy_local_rows, local_part
 
@@ -26,7 +25,7 @@ def open_adapter(folder: Path) -> StoredTensors:
 
 
 def adapter_loader(load: Load, model: nn.Module, folder: Path | None) -> Load:
-    """A function that calls `load`, and then sets magnitudes and adapters of the model.
+    """A function that calls `load`, and then sets the model's adapters.
 
     Raises RecipeError with every tensor of the adapter in `folder` that does not fit the model, a
     meta model with adapters; None: the adapters are new.
@@ -36,10 +35,10 @@ def adapter_loader(load: Load, model: nn.Module, folder: Path | None) -> Load:
 
 
 def _checked(stored: StoredTensors, model: nn.Module) -> StoredTensors:
-    names, tensors = adapter_names(model), named_tensors(model)
+    of_adapter, tensors = adapter_tensors(model), named_tensors(model)
     wanted = {
-        key: tuple(file_form(name, torch.empty(tensors[name].shape, device="meta")).shape)
-        for key, name in names.items()
+        key: tuple(each.file_form(torch.empty(tensors[each.name].shape, device="meta")).shape)
+        for key, each in of_adapter.items()
     }
     found = {key: tuple(tensor.shape) for key, tensor in stored.tensors.items()}
     for name, key in base_copies(found).items():
@@ -51,8 +50,8 @@ def _checked(stored: StoredTensors, model: nn.Module) -> StoredTensors:
         if wanted.get(key) != found.get(key)
     ]
     alike: dict[str, str] = {}  # by the model's own name: a tied weight is in the file twice
-    for key, name in names.items():
-        first = alike.setdefault(name, key)
+    for key, each in of_adapter.items():
+        first = alike.setdefault(each.name, key)
         if not problems and first != key and not torch.equal(stored.read(first), stored.read(key)):
             problems.append(f"{first} and {key} differ, and the model ties them")
     if problems:
@@ -74,16 +73,16 @@ def _load(
     stored: StoredTensors | None,
 ) -> None:
     load(model, parameters, buffers)
-    set_magnitudes(model)
+    for weight in adapted_weights(model):
+        weight.after_loading()
     if stored is not None:
         tensors = named_tensors(model)
-        for key, name in adapter_names(model).items():
-            tensor = tensors[name].detach()
-            if is_factor(name):
-                # Its rows, the experts, are not those of the file
-                copy_local_rows(tensor, model_form(name, stored.read(key), len(tensor)))
-            else:
+        for key, each in adapter_tensors(model).items():
+            tensor = tensors[each.name].detach()
+            if each.model_form is None:
                 stored.copy_rows(key, tensor)
+            else:
+                copy_local_rows(tensor, each.model_form(stored.read(key), len(tensor)))
         for name, key in base_copies(stored.tensors).items():
             _compare(stored, key, tensors[name].detach())
         stored.close()

@@ -20,7 +20,8 @@ from launcher.models.config_overrides import changed_config
 from launcher.models.constructors import Draws, refuse_plain_tensors
 from launcher.models.dequantized import settings_of
 from launcher.models.description import has_other_inputs, text_config
-from launcher.models.initialization import check_initializers, clean_name
+from launcher.models.initialization import check_initializers
+from launcher.models.names import clean_name
 from launcher.models.tensor_names import record_conversions
 from launcher.recipe.functions import call_function
 from launcher.recipe.model_config import value_problems, why_not_dequantized

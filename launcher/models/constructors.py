@@ -28,7 +28,8 @@ from launcher.libraries.private import (
     is_mutable,
     storage_id,
 )
-from launcher.models.initialization import clean_name, initializers
+from launcher.models.initialization import initializers
+from launcher.models.names import clean_name
 from launcher.recipe.functions import call_function
 from launcher.recipe.schema import Model
 

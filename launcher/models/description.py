@@ -11,7 +11,7 @@ from torch import nn
 from launcher.libraries import families
 from launcher.libraries.private import block_classes
 from launcher.models.applied import applied
-from launcher.models.initialization import clean_name
+from launcher.models.names import clean_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

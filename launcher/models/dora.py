@@ -9,10 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from launcher.models.nf4 import unpacked, without_autocast
-from launcher.models.shards import local_rows
 
 _TINY = torch.finfo(torch.float32).tiny
 
@@ -54,15 +52,3 @@ def _row_norms(
         mixed = (weight @ down.T.to(weight.dtype)).float()
         squares += scale * (up * (2 * mixed + scale * (up @ (down @ down.T)))).sum(1)
         return squares.clamp(min=_TINY).sqrt()
-
-
-@torch.no_grad()
-def set_magnitudes(model: nn.Module) -> None:
-    """Sets the magnitudes to the norms of the loaded weights' rows: each rank its own rows."""
-    for module in model.modules():
-        for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
-            base: Any = module.base_layer
-            local, weight = (local_rows(tensor)[0] for tensor in (magnitude.weight, base.weight))
-            if len(local):
-                rows = unpacked(weight, torch.float32)
-                local.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))

@@ -22,7 +22,8 @@ from launcher.errors import RecipeError
 from launcher.libraries.families import EXPERTS, ROUTER, STACKED_EXPERTS
 from launcher.libraries.private import REDISTRIBUTE_LOGGER, expert_plan
 from launcher.models import tracing
-from launcher.models.expert_adapters import is_factor
+from launcher.models.adapted import adapter_parameters
+from launcher.models.names import clean_name
 
 KEY = "strategy.expert_parallel_size"
 
@@ -51,9 +52,11 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]
     if unknown := set(styles.values()) - {STACKED_EXPERTS, ROUTER, *EXPERTS}:
         what = f"the plan for {name} has unknown entries ({', '.join(sorted(unknown))})"
         raise RecipeError(f"{KEY}: {what}; use 1")
+    adapters = adapter_parameters(model)
     for path, module in found.items():
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", path)
-        names = [own for own, _ in module.named_parameters() if not is_factor(own)]
+        names = [own for own, _ in module.named_parameters()]
+        names = [own for own in names if clean_name(f"{path}.{own}") not in adapters]
         others = [own for own in names if f"{pattern}.{own}" not in styles]
         # transformers sets this attribute on modules that compute with its interface
         if others or not hasattr(module, "has_gate"):

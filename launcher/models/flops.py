@@ -19,7 +19,7 @@ from launcher.models.description import (
     parts_without_text,
     text_config,
 )
-from launcher.models.nf4 import shape_of
+from launcher.models.nf4 import shapes
 
 
 @dataclass(frozen=True)
@@ -119,5 +119,7 @@ def _used_parameters(
     counts = (largest_of_layers(config, name) for name in families.EXPERT_COUNTS)
     experts = next((count for count in counts if count), 1)
     share = (experts_of_token(config) or experts) / experts
+    shape_of = shapes(module)
     for name, parameter in module.named_parameters():
-        yield name, parameter, shape_of(parameter).numel() * (share if ".experts." in name else 1.0)
+        count = shape_of[parameter].numel()
+        yield name, parameter, count * (share if ".experts." in name else 1.0)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from launcher.libraries.private import apply_gate
+from launcher.models.names import clean_name
 from launcher.models.nf4 import grouped_linear, in_dtype_of_autocast
 
 DOWN, UP = "lora_A_", "lora_B_"
@@ -27,16 +28,6 @@ class GroupedExperts(nn.Module):
 
     adapter_scale = 1.0
     """Scale of the products of factors."""
-
-    def draw_adapters(self) -> None:
-        """Draws initial factors as peft does: A like the weight of a linear layer, and B is zero, so
-        that adapters have no effect."""
-        for name, parameter in self._parameters.items():
-            if parameter is not None and name.startswith(DOWN):
-                bound = parameter.shape[-1] ** -0.5
-                nn.init.uniform_(parameter, -bound, bound)
-            elif parameter is not None and name.startswith(UP):
-                nn.init.zeros_(parameter)
 
     def forward(
         self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: Any
@@ -110,3 +101,33 @@ def compute_in_groups(module: nn.Module) -> None:
     if not isinstance(module, GroupedExperts):
         own = type(module)
         module.__class__ = type(own.__name__, (GroupedExperts, own), {})
+
+
+def add_factors(module: nn.Module, name: str, *, rank: int, scale: float) -> None:
+    """Adds factors to this weight of a layer of experts: float32, on the meta device. `scale`: of
+    their product."""
+    experts, *sides = module.get_parameter(name).shape
+    outputs, inputs = sides[::-1] if module.is_transposed else sides
+    for prefix, shape in ((DOWN, (rank, inputs)), (UP, (outputs, rank))):
+        factor = torch.empty(experts, *shape, device="meta")
+        module.register_parameter(prefix + name, nn.Parameter(factor))
+    compute_in_groups(module)
+    assert isinstance(module, GroupedExperts)
+    module.adapter_scale = scale
+
+
+def expert_weights(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """The weights of experts that can have an adapter, by clean name: each as its module and its name
+    there."""
+    return {
+        clean_name(f"{path}.{name}"): (module, name)
+        for path, module in model.named_modules()
+        for name in weights_of(module)
+    }
+
+
+def weights_of(module: nn.Module) -> list[str]:
+    """The names of the weights of experts in a module, in the order of its parameters. None if
+    `GroupedExperts` cannot compute it."""
+    known = weight_names(module) if can_compute_in_groups(module) else ()
+    return [name for name in module._parameters if name in known]

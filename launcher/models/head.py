@@ -23,11 +23,11 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.libraries.private import mark_dynamic
+from launcher.models.adapted import base_layer, weights_adapted_in
 from launcher.models.applied import applied
 from launcher.models.description import embeddings, text_config
 from launcher.models.linear_chunks import chunks_of, linear_gradients, logits_of
 from launcher.models.micro_batch import IGNORED
-from launcher.models.new_rows import whole_weight
 from launcher.models.shards import local_part
 
 if TYPE_CHECKING:
@@ -379,7 +379,7 @@ class Head:
 
     @property
     def _vocabulary(self) -> int:
-        return len(local_part(_base(self._layer).weight))
+        return len(local_part(base_layer(self._layer).weight))
 
     def _chunking(self, targets: torch.Tensor, reduction: Literal["sum", "none"]) -> Chunking:
         return Chunking(
@@ -407,22 +407,14 @@ def _cross_entropy(
 def _linear(
     head: Any, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Inputs, weight and bias of the head's matrix product. The inputs and weights of its
-    adapters are concatenated along the features."""
+    """Inputs, weight and bias of the head's matrix product, which has its adapter in it."""
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    inputs, bias = hidden.to(dtype), _base(head).bias
-    weight = whole_weight(head, local_part(_base(head).weight))
-    for name in getattr(head, "active_adapters", ()):
-        down, up = head.lora_A[name], head.lora_B[name]
-        dropped = head.lora_dropout[name](hidden.to(down.weight.dtype))
-        inputs = torch.cat((inputs, (down(dropped) * head.scaling[name]).to(dtype)), dim=1)
-        weight = torch.cat((weight.to(dtype), up.weight.to(dtype)), dim=1)
+    inputs, bias = hidden.to(dtype), base_layer(head).bias
+    weight = local_part(base_layer(head).weight)
+    for adapted in weights_adapted_in(head):
+        inputs, weight = adapted.product(hidden, inputs, weight)
     return inputs, weight, None if bias is None else local_part(bias)
-
-
-def _base(head: nn.Module) -> Any:
-    return getattr(head, "base_layer", head)
 
 
 def computes_loss(model: nn.Module) -> bool:
@@ -437,7 +429,7 @@ def logits_transform(model: PreTrainedModel) -> Transform | None:
     logits_scaling, a divisor (Granite), and lm_head_multiplier (Falcon-H1).
     """
     head = embeddings(model)[1]
-    if type(_base(head)) is not nn.Linear or not hasattr(model, "base_model"):
+    if type(base_layer(head)) is not nn.Linear or not hasattr(model, "base_model"):
         return None
     config = model.config.get_text_config(decoder=True)
 
@@ -475,7 +467,7 @@ def _is_last(
     model = copy.deepcopy(model)  # some models keep what they compute
     head = embeddings(model)[1]
     logits = torch.linspace(-40, 40, 64).view(1, 4, 16)
-    hidden = torch.zeros(1, 4, _base(head).in_features, device="meta")
+    hidden = torch.zeros(1, 4, base_layer(head).in_features, device="meta")
     head.forward = lambda hidden: logits.clone()
     try:
         base_of(model).forward = lambda *args, **kwargs: Outputs(last_hidden_state=hidden)

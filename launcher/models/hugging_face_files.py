@@ -20,15 +20,21 @@ from launcher.libraries.private import (
     names_in_float32,
     names_not_saved,
 )
+from launcher.models.adapted import (
+    Read,
+    adapted_ties,
+    adapted_weights,
+    adapter_parameters,
+    adapter_tensors,
+    merged_reader,
+    peft_config,
+)
 from launcher.models.config_files import write_config, write_generation_config
-from launcher.models.expert_adapters import file_form
-from launcher.models.initialization import clean_name
-from launcher.models.lora import Read, adapted_weights, adapter_names, merged_reader, peft_config
-from launcher.models.new_rows import PARAMETER
+from launcher.models.names import clean_name
 from launcher.models.nf4 import packed_names, parts_of_rows, shape_of, unpacked
 from launcher.models.safetensors_files import ADAPTER_CONFIG, write_tensors
 from launcher.models.tensor_names import export_conversions
-from launcher.models.ties import adapted_ties, config_untied
+from launcher.models.ties import config_untied
 from launcher.sources.hub import CHAT_TEMPLATE, NAMED_TEMPLATES, copy_files
 
 if TYPE_CHECKING:
@@ -177,8 +183,7 @@ def write_weights(
 
     write_tensors(folder, whole_model())
     config = copy.deepcopy(model.config)
-    adapted = () if peft_config(model) is None else adapted_weights(adapter_names(model))
-    if adapted_ties(model, adapted):
+    if adapted_ties(model, adapted_weights(model)):
         config_untied(config)
     write_config(config, folder, source=folder_of_source, dtype=dtype)
     write_generation_config(model, folder, source=folder_of_source)
@@ -218,21 +223,22 @@ def exported_tensors(
     if not hasattr(model, "config"):  # of model.builder: the names are its own
         yield from ((name, read(name)) for name in names)
         return
-    if (config := peft_config(model)) is not None:
-        stored = adapter_names(model)
+    if peft_config(model) is not None:
+        stored, base = adapter_tensors(model), read
+
+        def read_adapter(key: str) -> torch.Tensor:
+            return stored[key].file_form(base(stored[key].name))
+
         if not merged:
-            yield from ((key, file_form(name, read(name))) for key, name in stored.items())
+            yield from ((key, read_adapter(key)) for key in stored)
             return
-        aliases = adapted_ties(model, adapted_weights(stored))
-        own = {name for name in names if ".lora_" in name or name.endswith(PARAMETER)}
+        adapted, own = adapted_weights(model), adapter_parameters(model)
+        aliases = adapted_ties(model, adapted)
         names = [name for name in names if name not in own] + list(aliases)
-        base = read
         read = merged_reader(
-            model,
-            config.to_dict(),
-            stored,
+            adapted,
             read_base=lambda name: base(aliases.get(name, name)),
-            read_adapter=lambda key: file_form(stored[key], base(stored[key])),
+            read_adapter=read_adapter,
         )
     ignored = names_not_saved(model)
     conversions = export_conversions(model, [name for name in names if name not in ignored])

@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.libraries.private import (
-    CHECKPOINT_PREFIX,
     DISABLED_TORCH_FUNCTION,
     OpOverload,
     initialize_weights,
@@ -28,8 +27,9 @@ from launcher.libraries.private import (
     version_of,
 )
 from launcher.models import philox
-from launcher.models.grouped_experts import GroupedExperts
-from launcher.models.nf4 import dtype_of, shape_of
+from launcher.models.adapted import adapted_weights, adapter_modules
+from launcher.models.names import clean_name, named_tensors
+from launcher.models.nf4 import dtype_of, packed_in, shape_of
 from launcher.models.shards import (
     compute_device,
     copy_local_rows,
@@ -38,9 +38,6 @@ from launcher.models.shards import (
     write,
 )
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 _UNSET = -24576
 """Value of signed buffers that nothing has set yet; exact in every float dtype."""
 _aten = torch.ops.aten
@@ -48,20 +45,6 @@ _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
 _ARITHMETIC = {_aten.mul_.Tensor, _aten.div_.Tensor, _aten.add_.Tensor, _aten.sub_.Tensor}
 _ARITHMETIC |= {_aten.clamp_.default}
 """In-place elementwise operations, like _FILLS."""
-
-
-def clean_name(name: str) -> str:
-    """A name without the parts that activation checkpointing and peft's adapters insert."""
-    for inserted in (CHECKPOINT_PREFIX, "base_layer"):
-        name = name.replace(f"{inserted}.", "").removesuffix(inserted)
-    return name.rstrip(".")
-
-
-def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by clean name; a tied one under each of its names."""
-    parameters = model.named_parameters(remove_duplicate=False)
-    buffers = model.named_buffers(remove_duplicate=False)
-    return {clean_name(name): tensor for name, tensor in (*parameters, *buffers)}
 
 
 def materialize(model: nn.Module, *, parameters: torch.device, buffers: torch.device) -> None:
@@ -114,11 +97,12 @@ def initialize(
     value.
     """
     kept = {id(tensor) for name, tensor in named_tensors(model).items() if name in loaded}
-    modules = _children_first(model)
+    modules, adapters = _children_first(model), adapter_modules(model)
     drawn = [
         (name, module)
         for name, module in modules
-        if any(id(tensor) not in kept for tensor in (*module.parameters(), *module.buffers()))
+        if module not in adapters
+        and any(id(tensor) not in kept for tensor in (*module.parameters(), *module.buffers()))
     ]
     whole: list[InitialValues] = []
     placeholders = _placeholders(modules, seed, kept, whole)
@@ -133,9 +117,8 @@ def initialize(
             draw()
             while whole:
                 whole.pop().store()
-        for _, module in drawn:  # after all parents, which may draw all that a module has
-            if isinstance(module, GroupedExperts):
-                module.draw_adapters()
+        for each in adapted_weights(model):  # after all parents, which may draw all in a module
+            each.draw()
         for initial in initials:
             for draw in (draws or {}).get(initial.name, ()):
                 key = f"constructor {initial.name}"
@@ -228,9 +211,7 @@ def _children_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
     order: list[nn.Module] = []
     model.apply(order.append)
     names = {module: name for name, module in model.named_modules()}
-    modules = [(names[module], module) for module in dict.fromkeys(order)]
-    modules.sort(key=lambda named: ".lora_" in named[0])  # last: no parent draws them again
-    return modules
+    return [(names[module], module) for module in dict.fromkeys(order)]
 
 
 def initializers(
@@ -241,24 +222,11 @@ def initializers(
     modules = _children_first(model) if modules is None else modules
     for name, module in modules:  # what the constructors of an eager model do
         around = owner.get(module)
-        if (around is None or ".lora_" in name or not _of_transformers(around)) and (
-            reset := _reset_of(module)
-        ):
+        if (around is None or not _of_transformers(around)) and (reset := _reset_of(module)):
             yield name, reset
-    for name, module in modules:
-        yield name, partial(_draw, module, name, owner.get(module))
-
-
-def _draw(module: nn.Module, name: str, owner: PreTrainedModel | None) -> None:
-    """What follows the constructors."""
-    if "new_rows" in module._parameters:  # of a model without pretrained weights
-        nn.init.normal_(module.get_parameter("new_rows"), std=0.02)
-    if ".lora_B." in name:  # Hu et al., 2021: the product of A and B starts at zero
-        nn.init.zeros_(module.get_parameter("weight"))
-    elif ".lora_magnitude_vector." in name:  # set to norms of the weights once they are loaded
-        nn.init.ones_(module.get_parameter("weight"))
-    elif owner is not None and ".lora_" not in name:
-        initialize_weights(owner, module)
+    for name, module in modules:  # what follows the constructors
+        if (around := owner.get(module)) is not None:
+            yield name, partial(initialize_weights, around, module)
 
 
 @contextmanager
@@ -275,7 +243,8 @@ def _placeholders(
             if parameter is not None:
                 done = id(parameter) in kept or id(parameter) in initials
                 full_name = clean_name(f"{name}.{own}".removeprefix("."))
-                initial = InitialValues(full_name, parameter, seed, whole, skip=done)
+                packed = own in packed_in(module)
+                initial = InitialValues(full_name, parameter, seed, whole, skip=done, packed=packed)
                 initials.setdefault(id(parameter), initial)
                 values = initial.placeholder()
                 module._parameters[own] = nn.Parameter(values, requires_grad=False)
@@ -306,13 +275,22 @@ class InitialValues:
     """
 
     def __init__(
-        self, name: str, mine: torch.Tensor, seed: int, whole: list[InitialValues], *, skip: bool
+        self,
+        name: str,
+        mine: torch.Tensor,
+        seed: int,
+        whole: list[InitialValues],
+        *,
+        skip: bool,
+        packed: bool,
     ) -> None:
-        """`on_cpu` appends this instance to `whole`. `skip`: the parameter is not changed."""
-        self.name, self.mine, self.shape = name, None if skip else mine.detach(), shape_of(mine)
+        """`on_cpu` appends this instance to `whole`. `skip`: the parameter is not changed. `packed`:
+        it is in NF4."""
+        self.name, self.mine = name, None if skip else mine.detach()
+        self.shape = shape_of(mine) if packed else mine.shape
         # float32 even for a weight of fewer bits, so that the draw is the same
-        dtype = dtype_of(mine)
-        self.dtype = torch.float32 if dtype.is_floating_point else dtype
+        in_float32 = packed or mine.is_floating_point()
+        self.dtype = torch.float32 if in_float32 else mine.dtype
         self.key = philox.named_key(seed, name)
         self.whole: torch.Tensor | None = None
         self._whole_list = whole

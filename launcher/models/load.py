@@ -22,13 +22,15 @@ from torch import nn
 from launcher.console import task
 from launcher.errors import RecipeError
 from launcher.libraries.private import may_be_missing, may_be_unexpected
+from launcher.models.adapted import adapted_weights
 from launcher.models.applied import applied
 from launcher.models.build import checkpoint_folder, freeze, is_pretrained
 from launcher.models.constructors import constructed_buffers
 from launcher.models.dequantized import dequantized, without_quantization
 from launcher.models.description import is_classifier, text_config
-from launcher.models.initialization import initialize, materialize, named_tensors, random_weights
-from launcher.models.new_rows import PARAMETER, vocabulary_names
+from launcher.models.initialization import initialize, materialize, random_weights
+from launcher.models.names import named_tensors
+from launcher.models.new_rows import vocabulary_names
 from launcher.models.safetensors_files import StoredTensors, Tensors, open_folder, refuse_absent
 from launcher.models.shards import copy_local_rows, local_rows
 from launcher.models.tensor_names import Conversion, load_conversions
@@ -297,14 +299,14 @@ def pretrained_weights(
     materialize(model, parameters=parameters, buffers=buffers)
     initialize(model, seed=seed, loaded=checkpoint.loaded)
     tensors = {name: tensor.detach() for name, tensor in named_tensors(model).items()}
+    adapted = {each.weight: each for each in adapted_weights(model)}
     with task("loading weights", len(checkpoint.conversions)) as advance:
         for conversion in checkpoint.conversions:
             if conversion.converter is None:
                 (name,) = conversion.names()
                 checkpoint.stored.copy_rows(name, tensors[conversion.first])
-                new = tensors.get(conversion.first.removesuffix(".weight") + PARAMETER)
-                if new is not None:
-                    checkpoint.stored.fill_with_mean(name, new)
+                if conversion.first in adapted:
+                    adapted[conversion.first].start(checkpoint.stored, name)
             else:
                 _convert_rows(conversion, checkpoint, tensors)
             advance(1)

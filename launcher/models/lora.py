@@ -1,50 +1,40 @@
-"""Low-rank adapters with peft: adds them to a meta model, names them as peft does, merges them."""
+"""Low-rank adapters with peft: chooses the weights that get one, and adds them to a meta model."""
 
 from __future__ import annotations
 
 import fnmatch
 import logging
-import math
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from launcher.errors import RecipeError
+from launcher.models.adapted import (
+    AdaptedExperts,
+    AdaptedLinear,
+    adapter_parameters,
+    is_transposed,
+    mark_adapted,
+    scale_of,
+)
 from launcher.models.applied import applied
 from launcher.models.description import describe, embeddings, is_classifier, parts_without_text
 from launcher.models.dora import Dora
-from launcher.models.expert_adapters import (
-    add_factors,
-    expert_weights,
-    factor_names,
-    is_end_of,
-    is_factor,
-    merged_weight,
-    wrappers,
-)
+from launcher.models.grouped_experts import add_factors, expert_weights
 from launcher.models.images import is_of_projector
-from launcher.models.initialization import clean_name
-from launcher.models.new_rows import PARAMETER, STORED, add_new_rows, ids_of_adapter, replaced
+from launcher.models.names import clean_name
+from launcher.models.new_rows import add_new_rows
 from launcher.models.read_by_weight import read_by_weight
 from launcher.models.ties import tied_names
 from launcher.recipe.schema import Lora
 from launcher.sources.hub import split_revision
 
-if TYPE_CHECKING:
-    from peft import LoraConfig
-
 logger = logging.getLogger(__name__)
-
-_PREFIX = "base_model.model."
-"""peft's prefix of each name."""
 
 ALL_LINEAR = "all-linear"
 """Entry of target_modules, as in peft."""
-Read = Callable[[str], torch.Tensor]
-"""Returns a whole tensor by name."""
 _MOST_PARAMETERS = 0.5
 """Share of the parameters from which on experts get adapters by default."""
 
@@ -69,6 +59,7 @@ def add_adapters(
     whole.
     """
     from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.lora import LoraLayer
 
     saved = _saved_modules(model, lora)
     adapted = _expert_targets(model, lora, saved)
@@ -92,7 +83,7 @@ def add_adapters(
         task_type="SEQ_CLS" if is_classifier(model) else "CAUSAL_LM",
         base_model_name_or_path=base,
         revision=revision,
-        fan_in_fan_out=any(map(_is_transposed, layers.values())),
+        fan_in_fan_out=any(map(is_transposed, layers.values())),
     )
     if targets:
         try:
@@ -101,19 +92,21 @@ def add_adapters(
             raise RecipeError(f"lora.target_modules: peft refuses it: {error}") from None
     else:  # peft finds nothing to do
         model.peft_config = {"default": config}  # type: ignore[assignment]
-    add_factors(
-        model, adapted, rank=lora.rank, scale=_scale(lora.rank, lora.alpha, lora.rank_stabilized)
-    )
+    weights, scale = expert_weights(model), scale_of(config.to_dict())
+    for weight in adapted:
+        module, name = weights[weight]
+        add_factors(module, name, rank=lora.rank, scale=scale)
+        mark_adapted(module, AdaptedExperts)
     config.target_parameters = _shortened_parameters(model, adapted) or None
     config.modules_to_save = saved or None  # not before injection: peft would copy them
     config.trainable_token_indices = add_new_rows(model, new_ids, saved) or None
-    layer: Any
     for layer in model.modules():
-        if getattr(layer, "lora_variant", None):
+        if isinstance(layer, LoraLayer):
+            mark_adapted(layer, AdaptedLinear)
             layer.lora_variant = dict.fromkeys(layer.lora_variant, Dora)
-    experts = []
+    experts, adapters = [], adapter_parameters(model)
     for name, parameter in model.named_parameters():
-        trained = _is_saved(name, saved)
+        trained = clean_name(name) in adapters or _is_in(name, saved)
         parameter.requires_grad_(trained)
         if not trained and parameter.is_floating_point() and clean_name(name) not in kept:
             parameter.data = parameter.data.to(base_dtype)
@@ -147,16 +140,8 @@ def _note_layers_without(
         )
 
 
-def _is_saved(name: str, modules: Collection[str]) -> bool:
-    """Whether a parameter is trained and in an adapter's file."""
-    own = ".lora_" in name or name.endswith(PARAMETER)
-    return own or name.startswith(tuple(f"{module}." for module in modules))
-
-
-def _is_transposed(module: nn.Module) -> bool:
-    from transformers.pytorch_utils import Conv1D
-
-    return isinstance(module, Conv1D)
+def _is_in(name: str, modules: Collection[str]) -> bool:
+    return name.startswith(tuple(f"{module}." for module in modules))
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -165,7 +150,7 @@ def _is_linear(module: nn.Module) -> bool:
     kind = type(module)
     if isinstance(module, nn.Linear):
         return kind.forward is nn.Linear.forward or kind.__name__ == "FalconLinear"
-    return _is_transposed(module)
+    return is_transposed(module)
 
 
 def _odd_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -360,12 +345,8 @@ def _shortened_parameters(model: nn.Module, weights: Collection[str]) -> list[st
     parameter has them, else the names."""
     short = sorted({".".join(name.split(".")[-2:]) for name in weights})
     names = (clean_name(name) for name, _ in model.named_parameters())
-    matched = sum(any(is_end_of(name, entry) for entry in short) for name in names)
+    matched = sum(any(_matches(name, entry) for entry in short) for name in names)
     return short if matched == len(weights) else [*weights]
-
-
-def _scale(rank: int, alpha: float, rank_stabilized: bool) -> float:
-    return alpha / (math.sqrt(rank) if rank_stabilized else rank)
 
 
 def _shortened(model: nn.Module, layers: list[str]) -> list[str]:
@@ -426,8 +407,8 @@ def _saved_modules(model: nn.Module, lora: Lora) -> list[str]:
     if problems:
         raise RecipeError(problems)
     for tied in tied_names(model):
-        if any(_is_saved(name, saved) for name in tied):
-            saved += [n.rpartition(".")[0] for n in tied if not _is_saved(n, saved)]
+        if any(_is_in(name, saved) for name in tied):
+            saved += [n.rpartition(".")[0] for n in tied if not _is_in(n, saved)]
     return saved
 
 
@@ -450,123 +431,9 @@ def _may_be_saved(model: nn.Module) -> Iterator[str]:
 def _refuse_dora(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
     head = embeddings(model)[1]
     for name, module in layers.items():
-        if _is_transposed(module) or module is head:
+        if is_transposed(module) or module is head:
             kind = "the output layer" if module is head else f"a {type(module).__name__}"
             raise RecipeError(
                 f"lora.dora: not available for {name}, which is {kind}; name other layers in "
                 "lora.target_modules, or set lora.dora=false"
             )
-
-
-def peft_config(model: nn.Module) -> LoraConfig | None:
-    """The configuration of a model's adapters; None if it has none."""
-    config: LoraConfig | None = getattr(model, "peft_config", {}).get("default")
-    return config
-
-
-def adapter_names(model: nn.Module) -> dict[str, str]:
-    """For each tensor in an adapter's file: peft's name and the model's own clean name. A tied
-    parameter is there under each of its names, because peft would untie them."""
-    config = peft_config(model)
-    saved = (config and config.modules_to_save) or []
-    names = {name: name for name in (clean_name(name) for name, _ in model.named_parameters())}
-    for tied in tied_names(model):
-        names |= {name: tied[0] for name in tied if ".lora_" not in name}
-    names = {name: own for name, own in names.items() if own == name or PARAMETER not in name}
-    names = {name: own for name, own in names.items() if not is_factor(name)}
-    stored = {_stored_name(name): own for name, own in names.items() if _is_saved(name, saved)}
-    of_experts = factor_names(model, (config and config.target_parameters) or ())
-    return stored | {_PREFIX + key: own for key, own in of_experts.items()}
-
-
-def _stored_name(name: str) -> str:
-    if name.endswith(PARAMETER):
-        return _PREFIX + name.removesuffix(PARAMETER) + STORED
-    return _PREFIX + name.replace(".default.", ".").replace(
-        "magnitude_vector.weight", "magnitude_vector"
-    )
-
-
-def adapted_weights(names: Iterable[str]) -> set[str]:
-    """Clean names of the weights of layers that an adapter changes, from the names of its tensors
-    (peft's, or the model's own)."""
-    return {
-        name.removeprefix(_PREFIX).replace(".lora_A.", ".") for name in names if ".lora_A." in name
-    }
-
-
-def base_copies(names: Iterable[str]) -> dict[str, str]:
-    """By clean names of frozen weights: peft's names of the copies that an adapter's file has, of
-    an embedding or output layer with an adapter (save_embedding_layers)."""
-    copies = (n for n in names if ".base_layer." in n and ".lora_" not in n)
-    return {clean_name(n.removeprefix(_PREFIX)): n for n in copies}
-
-
-def merged_reader(
-    model: nn.Module,
-    config: Mapping[str, Any],
-    names: Collection[str],
-    *,
-    read_base: Read,
-    read_adapter: Read,
-) -> Read:
-    """Returns a function that reads the model's tensors by clean name, with the adapter merged in:
-    W + scale * B A, in float32. With DoRA, each of its rows is scaled to its magnitude.
-
-    `config` is peft's adapter_config.json, and `names` are peft's names of the adapter's tensors.
-    Raises RecipeError if the adapter changes a tensor that the model does not have.
-    """
-    copies = base_copies(names)
-    adapters = {name.removeprefix(_PREFIX): name for name in {*names} - {*copies.values()}}
-    scale = _scale(config["r"], config["lora_alpha"], bool(config.get("use_rslora")))
-    transposed = {
-        f"{clean_name(name)}.weight"
-        for name, module in model.named_modules()
-        if _is_transposed(module)
-    }
-    experts = wrappers(model, config.get("target_parameters") or ())
-    factors = {
-        f"{wrapper}.{factor}.weight"
-        for wrapper in experts.values()
-        for factor in ("lora_A", "lora_B")
-    }
-    changed = adapted_weights(adapters.keys() - factors)
-    rows = {
-        name.replace(STORED, ".weight"): key for name, key in adapters.items() if STORED in name
-    }
-    others = {name for name in adapters if ".lora_" not in name and STORED not in name}
-    known = {clean_name(name) for name in model.state_dict()}
-    if unknown := (changed | others | rows.keys()) - known:
-        raise RecipeError(
-            f"export: {config['base_model_name_or_path']} has no {', '.join(sorted(unknown))}, "
-            "which the adapter changes"
-        )
-
-    def read(name: str) -> torch.Tensor:
-        if name in adapters:  # such as a classifier's head
-            return read_adapter(adapters[name])
-        weight = read_adapter(copies[name]) if name in copies else read_base(name)
-        layer = name.removesuffix(".weight")
-        if name in rows:
-            return replaced(weight, read_adapter(rows[name]).to(weight), ids_of_adapter(config))
-        if name not in changed and name not in experts:
-            return weight
-        # A: (rank, in); B: (out, rank); weight: (out, in), or transposed
-        down, up = (
-            read_adapter(adapters[f"{experts.get(name, layer)}.{factor}.weight"]).float()
-            for factor in ("lora_A", "lora_B")
-        )
-        if name in experts:
-            is_transposed = bool(expert_weights(model)[name][0].is_transposed)
-            return merged_weight(weight, down, up, scale=scale, transposed=is_transposed)
-        change = (up @ down) * scale
-        merged: torch.Tensor = weight.float() + (change.T if name in transposed else change)
-        magnitude = adapters.get(f"{layer}.lora_magnitude_vector")
-        if magnitude is None:
-            return merged
-        # A row of zeros stays one, as in training
-        norms = merged.norm(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
-        merged *= (read_adapter(magnitude).float() / norms)[:, None]
-        return merged
-
-    return read

@@ -7,7 +7,7 @@ With adapters, the rows are parameters of their own beside the frozen embedding,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,12 @@ from torch import nn
 from torch.nn import functional
 
 from launcher.errors import RecipeError
+from launcher.models.adapted import NewRows, mark_adapted
 from launcher.models.description import embeddings
-from launcher.models.initialization import clean_name
+from launcher.models.names import clean_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-PARAMETER, STORED = ".new_rows", ".token_adapter.trainable_tokens_delta"
-"""Ends of names: of the parameters here, and in files of peft."""
 
 
 def grow_vocabulary(model: PreTrainedModel, new_ids: range) -> None:
@@ -83,8 +81,8 @@ def add_new_rows(model: Any, new_ids: range, saved: Collection[str]) -> dict[str
         if id(weight) not in made:
             made[id(weight)] = nn.Parameter(weight.new_empty(len(new_ids), weight.shape[1]))
             found[names[module]] = list(new_ids)
-        module.register_parameter(PARAMETER.removeprefix("."), made[id(weight)])
-        module.new_ids = new_ids
+        module.new_rows, module.new_ids = made[id(weight)], new_ids
+        mark_adapted(module, NewRows)
         forward = _embed if isinstance(module, nn.Embedding) else _project
         module.forward = partial(forward, module, module.forward)
     return found
@@ -106,20 +104,3 @@ def _project(module: Any, forward: Any, hidden: torch.Tensor) -> torch.Tensor:
     ids = module.new_ids
     rows = functional.linear(hidden, module.new_rows.to(hidden.dtype)).to(known.dtype)
     return torch.cat((known[..., : ids.start], rows, known[..., ids.stop :]), dim=-1)
-
-
-def whole_weight(module: Any, weight: torch.Tensor) -> torch.Tensor:
-    """The weight of an embedding with its new rows, if it has any."""
-    rows = getattr(module, "new_rows", None)
-    return weight if rows is None else replaced(weight, rows.to(weight.dtype), module.new_ids)
-
-
-def replaced(weight: torch.Tensor, rows: torch.Tensor, ids: range) -> torch.Tensor:
-    """A copy of a weight with other values of these rows."""
-    return torch.cat((weight[: ids.start], rows, weight[ids.stop :]))
-
-
-def ids_of_adapter(config: Mapping[str, Any]) -> range:
-    """The ids of the new tokens in peft's adapter_config.json."""
-    ids = [id for each in (config.get("trainable_token_indices") or {}).values() for id in each]
-    return range(min(ids), max(ids) + 1) if ids else range(0)

@@ -56,11 +56,22 @@ def mark_packed(module: nn.Module, name: str) -> None:
     setattr(module, _MARK, (*getattr(module, _MARK, ()), name))
 
 
+def packed_in(module: nn.Module) -> tuple[str, ...]:
+    """The names of a module's own parameters in NF4. Other tensors may hold bytes of their own."""
+    return getattr(module, _MARK, ())
+
+
 def packed_names(model: nn.Module) -> Iterator[str]:
-    """The names of the model's parameters in NF4. Other tensors may hold bytes of their own."""
+    """The names of the model's parameters in NF4."""
     for path, module in model.named_modules(remove_duplicate=False):
-        for name in getattr(module, _MARK, ()):
+        for name in packed_in(module):
             yield f"{path}.{name}" if path else name
+
+
+def shapes(model: nn.Module) -> dict[nn.Parameter, torch.Size]:
+    """The shape of each parameter of a model, in numbers. Those in NF4 have another one."""
+    packed = {model.get_parameter(name) for name in packed_names(model)}
+    return {each: shape_of(each) if each in packed else each.shape for each in model.parameters()}
 
 
 def is_packed(tensor: torch.Tensor) -> bool:

@@ -9,20 +9,20 @@ from torch import nn
 
 from launcher.console import count_as_text
 from launcher.errors import RecipeError
+from launcher.models.adapted import adapter_modules
 from launcher.models.grouped_experts import (
     can_compute_in_groups,
     compute_in_groups,
     weight_names,
 )
-from launcher.models.initialization import clean_name
+from launcher.models.names import clean_name
 from launcher.models.nf4 import (
     BLOCK,
     has_kernel,
-    is_packed,
     linear,
     mark_packed,
     row_bytes,
-    shape_of,
+    shapes,
 )
 from launcher.models.read_by_weight import read_by_weight
 from launcher.models.shards import compute_device
@@ -42,10 +42,10 @@ def packable(
     layers, and of experts that transformers computes in groups. Adapters are not among them, nor
     modules with a weight that is `kept`, by clean name, nor layers that are `read_by_weight`."""
     for path, block in blocks.items():
-        read = read_by_weight(block)
+        others = read_by_weight(block).keys() | adapter_modules(block)
         for name, module in block.named_modules(prefix=path):
             names: tuple[str, ...] = ()
-            if type(module) is nn.Linear and ".lora_" not in name and module not in read:
+            if type(module) is nn.Linear and module not in others:
                 names = ("weight",)
             elif can_compute_in_groups(module):
                 names = weight_names(module)
@@ -87,22 +87,25 @@ def _kinds_of_layers(blocks: Iterable[nn.Module]) -> str:
     """The kinds of layers with matrices in blocks, each with an example."""
     kinds: dict[str, str] = {}
     for block in blocks:
+        adapters = adapter_modules(block)
         for name, module in block.named_modules():
-            if ".lora_" in name or all(p.ndim < 2 for p in module.parameters(recurse=False)):
+            own = module.parameters(recurse=False)
+            if module in adapters or all(parameter.ndim < 2 for parameter in own):
                 continue
             kind = type(module).__name__
             if isinstance(module, nn.Linear):
                 kind += f" with rows of {module.in_features}"
-            kinds.setdefault(kind, name.removesuffix(".base_layer"))
+            kinds.setdefault(kind, clean_name(name))
     return ", ".join(f"{kind} (such as {name})" for kind, name in kinds.items())
 
 
 def describe_nf4(blocks: Iterable[nn.Module]) -> str:
     """How many weights of the blocks are in NF4, and which are not, for the summary of a run."""
-    named = [pair for block in blocks for pair in block.named_parameters()]
-    packed = [p for _, p in named if is_packed(p)]
-    others = [(n, p) for n, p in named if p.ndim > 1 and not p.requires_grad and not is_packed(p)]
-    numbers = sum(shape_of(p).numel() for p in packed)
+    pairs = [(block, shapes(block)) for block in blocks]
+    named = [(n, p, of[p]) for block, of in pairs for n, p in block.named_parameters()]
+    packed = [p for _, p, shape in named if shape != p.shape]
+    others = [(n, p) for n, p, s in named if p.ndim > 1 and not p.requires_grad and s == p.shape]
+    numbers = sum(shape.numel() for _, p, shape in named if shape != p.shape)
     text = f"nf4: {len(packed)} weights with {count_as_text(numbers)} parameters"
     if others:
         elements = count_as_text(sum(p.numel() for _, p in others))

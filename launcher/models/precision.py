@@ -9,7 +9,8 @@ from torch import nn
 
 from launcher.libraries.families import MIXED_DTYPES, STATE_PARAMETERS
 from launcher.libraries.private import names_in_float32
-from launcher.models.initialization import clean_name
+from launcher.models.adapted import adapter_parameters
+from launcher.models.names import clean_name
 
 if TYPE_CHECKING:
     from launcher.models.load import ModelCheckpoint
@@ -48,11 +49,11 @@ def computes_in_float32(model: nn.Module, dtype: torch.dtype) -> frozenset[nn.Pa
     What is merely stored in float32 is not among them: transformers rounds it when it loads a
     model. Adapters are not either: peft casts their inputs to their dtype.
     """
-    kept = kept_in_float32(model, dtype, None)
+    kept = kept_in_float32(model, dtype, None) - adapter_parameters(model)
     return frozenset(
         parameter
         for name, parameter in model.named_parameters(remove_duplicate=False)
-        if clean_name(name) in kept and ".lora_" not in name and parameter.dtype == torch.float32
+        if clean_name(name) in kept and parameter.dtype == torch.float32
     )
 
 

@@ -70,7 +70,9 @@ def copy_local_rows(target: torch.Tensor, values: torch.Tensor, begin: int = 0) 
 def write(local: torch.Tensor, values: torch.Tensor, columns: range | None = None) -> None:
     """Copies values, or some columns of them, to a parameter or buffer, or rows of it; to one in NF4
     they are quantized."""
-    if is_packed(local) and values.is_floating_point():
+    width = (values.shape[-1] if columns is None else len(columns)) if values.ndim else 1
+    # Bytes that are no weight in NF4 have the shape of their values
+    if is_packed(local) and local.shape[-1] != width:
         quantize(values, local, columns)
     else:
         local.copy_(values if columns is None else values[:, columns.start : columns.stop])

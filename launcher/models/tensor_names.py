@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from launcher.models.applied import applied
-from launcher.models.initialization import clean_name
+from launcher.models.names import clean_name
 from launcher.models.nf4 import packed_names, shape_of
 from launcher.models.safetensors_files import Tensors
 

@@ -25,6 +25,7 @@ from launcher.errors import RecipeError
 from launcher.libraries.families import COLUMN, EMBEDDING, GATHERED, ROW, SPLIT, WHOLE
 from launcher.libraries.private import REDISTRIBUTE_LOGGER
 from launcher.models import nf4
+from launcher.models.adapted import base_layer, weights_adapted_in
 from launcher.models.applied import applied
 from launcher.models.description import (
     embeddings,
@@ -70,7 +71,7 @@ def sharded_layers(model: nn.Module, styles: Styles, size: int) -> Iterator[tupl
     few = _few_heads(model, styles, size)
     for name, style in styles.items():
         if style in _DIMENSION and name not in few:
-            yield _base(model.get_submodule(name)), _DIMENSION[style]
+            yield base_layer(model.get_submodule(name)), _DIMENSION[style]
 
 
 def apply_tensor_parallel(
@@ -175,10 +176,9 @@ class _Division:
                 part = distribute_tensor(whole, mesh, [Shard(dimension)], src_data_rank=None)
             module._parameters[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
 
-    def _add_partial(self, *modules: nn.Module) -> None:
-        for module in modules:
-            own = module._parameters.items()
-            self.partial += [(module, name) for name, p in own if p is not None]
+    def _add_partial(self, module: nn.Module) -> None:
+        own = module._parameters.items()
+        self.partial += [(module, name) for name, p in own if p is not None]
 
     def _divide_head(self, head: Any) -> None:
         parts = chunks(head.out_features, self._group.size())
@@ -190,26 +190,29 @@ class _Division:
             head.forward = whole
 
     def _divide_row(self, module: Any, *, split: bool) -> None:
-        layer = _base(module)
-        for adapter in _adapters(module, "lora_A"):
-            self._divide(adapter, 1)
-            adapter.forward = partial(_linear, adapter)
-        self._add_partial(*_adapters(module, "lora_B"))
+        layer = base_layer(module)
+        for adapted in weights_adapted_in(module):
+            divided, whole = adapted.divided(1)
+            self._divide(divided, 1)
+            divided.forward = partial(_linear, divided)
+            self._add_partial(whole)
         layer.forward = partial(_linear, layer, with_bias=False)
         module.forward = partial(_row, layer, module.forward, self._group, split)
 
     def _divide_column(self, name: str, module: Any, *, gather: bool) -> None:
-        layer, size, rows = _base(module), self._group.size(), None
-        ups, downs = _adapters(module, "lora_B"), _adapters(module, "lora_A")
+        layer, size, rows = base_layer(module), self._group.size(), None
         self._adapt_groups(name, layer)
         if (heads := self._few.get(name)) is not None:
             rows = chunks(layer.out_features, heads)[self._rank * heads // size]
-            self._add_partial(layer, *ups)
-        self._add_partial(*downs)
-        for adapter in ups:
+            self._add_partial(layer)
+        for adapted in weights_adapted_in(module):
+            divided, whole = adapted.divided(0)
             if rows is None:
-                self._divide(adapter, 0)
-            adapter.forward = partial(_linear, adapter, rows=rows)
+                self._divide(divided, 0)
+            else:
+                self._add_partial(divided)
+            self._add_partial(whole)
+            divided.forward = partial(_linear, divided, rows=rows)
         layer.forward = partial(_linear, layer, rows=rows)
         widths = [len(part) for part in chunks(layer.out_features, size)] if gather else None
         shared = self._input_of(name)
@@ -239,14 +242,6 @@ def _text_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def _base(module: Any) -> Any:
-    return getattr(module, "base_layer", module)
-
-
-def _adapters(module: Any, name: str) -> list[Any]:
-    return list(getattr(module, name).values()) if hasattr(module, name) else []
-
-
 def _few_heads(model: nn.Module, styles: Styles, size: int) -> dict[str, int]:
     """The projections with fewer key heads than ranks, and their heads. Each rank has them whole,
     and computes the head that its query heads need."""
@@ -255,7 +250,7 @@ def _few_heads(model: nn.Module, styles: Styles, size: int) -> dict[str, int]:
         parent, _, last = name.rpartition(".")
         if style == COLUMN and last in ("k_proj", "v_proj"):
             width = getattr(model.get_submodule(parent), "head_dim", None)
-            layer = _base(model.get_submodule(name))
+            layer = base_layer(model.get_submodule(name))
             heads = layer.out_features // width if width else 0
             if heads and heads % size and size % heads == 0:
                 found[name] = heads
@@ -287,12 +282,12 @@ def _check(model: nn.Module, styles: Styles, size: int) -> None:
             continue
         if style not in _DIMENSION or module is None:
             problems.setdefault(style, f"{style} ({path})")
-        elif not isinstance(_base(module), known) or (
-            known is nn.Linear and type(_base(module)) not in (nn.Linear, Nf4Linear)
+        elif not isinstance(base_layer(module), known) or (
+            known is nn.Linear and type(base_layer(module)) not in (nn.Linear, Nf4Linear)
         ):
-            kind = type(_base(module)).__name__
+            kind = type(base_layer(module)).__name__
             problems.setdefault(style, f"{style} for {kind} ({path})")
-        elif module is head and _base(module) is not module:
+        elif module is head and base_layer(module) is not module:
             problems["lora"] = f"adapters of {path}"
     if head is not None and first.weight is head.weight:
         if EMBEDDING not in styles.values():
@@ -324,7 +319,7 @@ def _indivisible(model: nn.Module, styles: Styles, size: int) -> str | None:
             return f"the {key_heads} key and value heads"
     for path, style in styles.items():
         if style in _DIMENSION and path not in few:
-            weight = _base(model.get_submodule(path)).weight
+            weight = base_layer(model.get_submodule(path)).weight
             dimension, what = _DIMENSION[style], f"features of {path}"
             width, unit = shape_of(weight)[dimension], row_unit(weight) if dimension == 1 else 1
             if unit > 1:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from launcher.models.initialization import clean_name
+from launcher.models.names import clean_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -20,14 +19,6 @@ def tied_names(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(clean_name(name))
     return [tied for tied in names.values() if len(tied) > 1]
-
-
-def adapted_ties(model: nn.Module, adapted: Container[str]) -> dict[str, str]:
-    """Tied parameters that are no longer equal once adapters are merged: each further name, and the
-    first name, under which the parameter is stored. `adapted` are the clean names of the weights
-    that adapters change."""
-    groups = [tied for tied in tied_names(model) if any(name in adapted for name in tied)]
-    return {name: tied[0] for tied in groups for name in tied[1:]}
 
 
 def untie(model: nn.Module, name: str) -> None:

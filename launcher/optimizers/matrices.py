@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from launcher.models.initialization import clean_name
+from launcher.models.names import clean_name
 
 _VECTORS = re.compile(r"(?i:bias|norm\d*$|^(A_log|dt_bias|scale|gamma)$)|^[AD]$")
 """Parts of names: of the parameter, and of its module unless that is a linear layer. `a` and `d`

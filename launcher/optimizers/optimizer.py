@@ -13,7 +13,7 @@ from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.libraries.private import fused_sgd_
-from launcher.models.initialization import clean_name
+from launcher.models.names import clean_name
 from launcher.models.shards import local_rows
 from launcher.optimizers.adafactor import Adafactor
 from launcher.optimizers.average import create_averages

@@ -26,7 +26,7 @@ from launcher.models.description import (
 from launcher.models.experts import find_experts
 from launcher.models.head import computes_loss
 from launcher.models.images import unused_modules
-from launcher.models.nf4 import is_packed, shape_of
+from launcher.models.nf4 import shapes
 from launcher.models.precision import computes_in_float32
 from launcher.models.tensor_parallel import (
     PlannedMesh,
@@ -377,11 +377,12 @@ def _profile_of_shapes(
     matrices = {id(p) for p in orthogonalized_parameters(model, blocks).values()}
     half = torch.float16 if compute_dtype(recipe.strategy) == torch.float16 else torch.bfloat16
     in_float32 = {id(p) for p in computes_in_float32(model, half)}
+    shape_of = shapes(model)
 
     def group(parameters: Iterable[nn.Parameter]) -> WeightGroup:
         weights = []
         for p in parameters:
-            shape, packed = tuple(shape_of(p)), p.nbytes if is_packed(p) else 0
+            shape, packed = tuple(shape_of[p]), p.nbytes if shape_of[p] != p.shape else 0
             expert, matrix = id(p) in stacked, id(p) in matrices
             exact = id(p) in in_float32
             size = p.element_size()

@@ -32,7 +32,8 @@ from launcher.libraries.private import (
 )
 from launcher.models.description import embeddings
 from launcher.models.head import chunk_width, computes_loss
-from launcher.models.initialization import clean_name, materialize
+from launcher.models.initialization import materialize
+from launcher.models.names import clean_name
 from launcher.objectives.synthetic import SyntheticData
 from launcher.optimizers.offload import StateFile
 from launcher.optimizers.optimizer import LossScale

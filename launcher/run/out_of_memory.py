@@ -22,7 +22,7 @@ from launcher.distributed.environment import Environment
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import message_of
 from launcher.libraries.private import dump_memory_snapshot
-from launcher.models.initialization import clean_name
+from launcher.models.names import clean_name
 from launcher.models.shards import local_bytes
 from launcher.planner.formatting import NAMES, micro_batches
 from launcher.planner.machine import Machine

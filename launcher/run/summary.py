@@ -21,8 +21,8 @@ from launcher.models.config_overrides import config_changes
 from launcher.models.description import parts_without_text
 from launcher.models.float8 import describe_float8
 from launcher.models.head import computes_loss
-from launcher.models.initialization import clean_name
-from launcher.models.nf4 import shape_of
+from launcher.models.names import clean_name
+from launcher.models.nf4 import shapes
 from launcher.models.nf4_layers import describe_nf4
 from launcher.models.recurrent import missing_kernels
 from launcher.models.shards import local_bytes
@@ -97,7 +97,7 @@ def _about_images(module: nn.Module, names: list[str], train: str) -> Iterator[s
     """Which of the parameters that only images use are trained."""
     of = dict(module.named_parameters())
     trained = [name for name in names if of[name].requires_grad]
-    count = sum(shape_of(of[name]).numel() for name in trained)
+    count = sum(of[name].numel() for name in trained)
     what = "the image tower and its projector are frozen"
     if trained:
         what = f"{len(trained)} of {len(names)} tensors of the image tower and its projector are "
@@ -120,8 +120,8 @@ def _model(training: Training) -> Iterator[str]:
     module, blocks = training.wrapped.module, training.blocks
     name = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
     kind = next((type(block).__name__.removeprefix("FSDP") for block in blocks.values()), "none")
-    sizes_of = ([shape_of(p).numel() for p in held[key]] for key in ("parameters", "gradients"))
-    total, updates = map(sum, sizes_of)
+    total = sum(shape.numel() for shape in shapes(module).values())
+    updates = sum(parameter.numel() for parameter in held["gradients"])
     share = f", {count_as_text(updates)} of them trained ({updates / total:.2%})"
     cpu = f"CPU with {torch.get_num_threads()} thread(s)"
     yield (

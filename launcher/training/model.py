@@ -27,6 +27,7 @@ from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
+from launcher.models.adapted import adapted_weights
 from launcher.models.applied import applied
 from launcher.models.attention import check_isolation, missing_for_varlen
 from launcher.models.changes import (
@@ -45,8 +46,8 @@ from launcher.models.description import (
     parts_without_text,
 )
 from launcher.models.images import tower_blocks, unused_modules
-from launcher.models.initialization import clean_name
 from launcher.models.micro_batch import WHOLE_ROW, RowPart
+from launcher.models.names import clean_name
 from launcher.models.precision import computes_in_float32, kept_in_float32, mixes_dtypes
 from launcher.objectives.base import Objective
 from launcher.objectives.make import make_objective
@@ -254,11 +255,12 @@ class PreparedModel:
 
 def _learning_rate_ratios(model: nn.Module, recipe: Recipe) -> dict[str, float]:
     """Ratios of learning rates over that of the recipe, by the clean names of parameters."""
-    names = [clean_name(name) for name, _ in model.named_parameters()]
     ratios: dict[str, float] = {}
     if recipe.lora is not None and recipe.lora.b_ratio != 1.0:
-        ratios |= {name: recipe.lora.b_ratio for name in names if ".lora_B" in name}
+        tensors = (each for weight in adapted_weights(model) for each in weight.tensors().values())
+        ratios |= {each.name: recipe.lora.b_ratio for each in tensors if each.is_up}
     if recipe.images is not None and recipe.images.learning_rate_ratio != 1.0:
+        names = [clean_name(name) for name, _ in model.named_parameters()]
         parts = {*map(clean_name, parts_without_text(model))}
         ratios |= {name: recipe.images.learning_rate_ratio for name in names if name in parts}
     return ratios

@@ -23,7 +23,7 @@ from launcher.data.collation import raise_error
 from launcher.data.loader import make_loader, to_device
 from launcher.data.streaming import StreamingDataset
 from launcher.distributed.process_group import from_rank_0
-from launcher.models.initialization import clean_name
+from launcher.models.names import clean_name
 from launcher.objectives.base import dataset_objective
 from launcher.strategies.base import compute_dtype
 

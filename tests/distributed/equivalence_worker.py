@@ -23,7 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from launcher.data.loader import StepStatistics
 from launcher.distributed.rank_layout import RankLayout
 from launcher.models import head as head_module
-from launcher.models.initialization import clean_name, random_weights
+from launcher.models.initialization import random_weights
+from launcher.models.names import clean_name
 from launcher.objectives.next_token import NextToken
 from launcher.optimizers import offload as optimizer_offload
 from launcher.recipe.load import load_recipe

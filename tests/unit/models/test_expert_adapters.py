@@ -9,12 +9,12 @@ from transformers import AutoModelForCausalLM
 
 from launcher.checkpoint.export import open_exported_weights
 from launcher.errors import RecipeError
+from launcher.models.adapted import AdaptedExperts, adapted_weights, adapter_tensors
 from launcher.models.build import build_model
 from launcher.models.description import describe
-from launcher.models.expert_adapters import file_form, is_factor, model_form
 from launcher.models.grouped_experts import low_rank_product
 from launcher.models.initialization import random_weights
-from launcher.models.lora import adapter_names, add_adapters
+from launcher.models.lora import add_adapters
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe.schema import Lora, Model, Optimizer
 from tests.unit.models.test_export import create_run, export, export_model
@@ -87,10 +87,10 @@ def trained(model, steps=3):
 def in_files(model, gradients):
     """Gradients by peft's names, in the form of its files."""
     return {
-        key: file_form(name, gradients[found])
-        for key, name in adapter_names(model).items()
+        key: tensor.file_form(gradients[found])
+        for key, tensor in adapter_tensors(model).items()
         for found in gradients
-        if found.replace("base_layer.", "") == name
+        if found.replace("base_layer.", "") == tensor.name
     }
 
 
@@ -187,16 +187,20 @@ def test_product_of_factors(dtype, rank):
 
 def test_forms_of_factors():
     down, up = torch.randn(4, 3, 8), torch.randn(4, 6, 3)
-    for name, factor, shape in (
-        ("mlp.experts.lora_A_down_proj", down, (12, 8)),
-        ("mlp.experts.lora_B_down_proj", up, (6, 12)),
-    ):
-        assert is_factor(name)
-        stored = file_form(name, factor)
+    weight = AdaptedExperts("mlp.experts", None, name="down_proj", wrapper="mlp.experts.base_layer")
+    assert weight.weight == "mlp.experts.down_proj"
+    expected = {
+        "mlp.experts.base_layer.lora_A.weight": ("mlp.experts.lora_A_down_proj", down, (12, 8)),
+        "mlp.experts.base_layer.lora_B.weight": ("mlp.experts.lora_B_down_proj", up, (6, 12)),
+    }
+    tensors = weight.tensors()
+    assert [*tensors] == [f"base_model.model.{key}" for key in expected]
+    for tensor, (name, factor, shape) in zip(tensors.values(), expected.values(), strict=True):
+        assert tensor.name == name
+        stored = tensor.file_form(factor)
         assert stored.shape == shape
-        assert torch.equal(model_form(name, stored, 4), factor)
-    assert file_form("mlp.experts.lora_B_down_proj", up)[2, 1 * 4 + 3] == up[3, 2, 1]
-    assert not is_factor("q_proj.lora_A.default.weight")
+        assert torch.equal(tensor.model_form(stored, 4), factor)
+    assert stored[2, 1 * 4 + 3] == up[3, 2, 1]  # of B
 
 
 def test_experts_in_nf4(tmp_path):
@@ -257,7 +261,7 @@ def test_new_adapters_have_no_effect(bases):
     torch.testing.assert_close(
         logits(model.eval()), logits(load(base, trained=False, target_parameters=()).eval())
     )
-    drawn = {name: p for name, p in model.named_parameters() if is_factor(name)}
+    drawn = {name: p for name, p in model.named_parameters() if ".experts.lora_" in name}
     assert len(drawn) == 8
     for name, factor in drawn.items():
         bound = factor.shape[-1] ** -0.5
@@ -322,7 +326,7 @@ def test_defaults_of_a_model_with_most_parameters_in_experts(
 def test_default_of_a_model_with_few_parameters_in_experts(tmp_path):
     folder = save(tmp_path, model_type="mixtral", num_local_experts=2, vocab_size=2000)
     model = load(folder, trained=False)
-    assert not any(is_factor(name) for name, _ in model.named_parameters())
+    assert not any(isinstance(each, AdaptedExperts) for each in adapted_weights(model))
 
 
 REFUSED = [

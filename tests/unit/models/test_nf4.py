@@ -18,10 +18,12 @@ from launcher.models.attention import isolate_documents
 from launcher.models.build import build_model
 from launcher.models.description import describe
 from launcher.models.hugging_face_files import export_hugging_face
-from launcher.models.initialization import clean_name, random_weights
+from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.models.micro_batch import MicroBatch
+from launcher.models.names import clean_name
+from launcher.models.safetensors_files import open_folder
 from launcher.recipe import schema
 from launcher.recipe.schema import Lora, Model
 from launcher.training import setup
@@ -124,12 +126,11 @@ def test_a_weight_is_described_alike_in_nf4_or_not():
     torch.testing.assert_close(nf4.linear(inputs, made), nf4.linear(inputs, values))
 
 
-def test_only_writing_export_and_plan_ask_whether_a_weight_is_in_nf4():
-    """All others take its shape, dtype and numbers from `nf4`, in NF4 or not."""
+def test_only_writing_asks_whether_a_tensor_may_be_in_nf4():
+    """All others ask the mark of its module, or take its shape, dtype and numbers from `nf4`."""
     files = (REPOSITORY / "launcher").rglob("*.py")
     asking = {file.name for file in files if "is_packed" in file.read_text()}
-    own = {"nf4.py", "nf4_layers.py"}
-    assert asking == own | {"shards.py", "profile.py"}
+    assert asking == {"nf4.py", "shards.py"}
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -160,6 +161,46 @@ def test_bytes_of_a_module_of_ones_own_are_no_weight_in_nf4(tmp_path, quantized)
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name], tensor), name
+
+
+class Bytes(torch.nn.Module):
+    """Has a parameter and a buffer of bytes, and a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(128, 16, bias=False)
+        self.table = torch.nn.Parameter(torch.empty(4, 70, dtype=torch.uint8), requires_grad=False)
+        self.register_buffer("mask", torch.empty(4, 70, dtype=torch.uint8))
+
+    def reset_parameters(self):
+        self.table.copy_(torch.arange(280).remainder(7).view(4, 70))
+        self.mask.fill_(3)
+
+
+def test_bytes_of_a_module_of_ones_own_are_drawn_counted_and_loaded_as_they_are(tmp_path):
+    with torch.device("meta"):
+        model = torch.nn.ModuleDict({"block": Bytes()}).requires_grad_(False)
+    nf4_layers.quantize_blocks({"block": model["block"]})
+    shapes = {name: nf4.shapes(model)[p] for name, p in model.named_parameters()}
+    assert shapes == {"block.linear.weight": (16, 128), "block.table": (4, 70)}
+    assert nf4_layers.describe_nf4([model["block"]]).startswith(
+        "nf4: 1 weights with 2.05 K parameters; 1 others of the blocks with 280 are not quantized"
+    )
+    random_weights(model, CPU, CPU, seed=1)
+    table = torch.arange(280).remainder(7).view(4, 70)
+    assert torch.equal(model["block"].table, table.to(torch.uint8))
+    assert torch.equal(model["block"].mask, torch.full((4, 70), 3, dtype=torch.uint8))
+
+    weight = torch.randn(16, 128)
+    for dtype in (torch.uint8, torch.float32):  # a file may have wider numbers
+        tensors = {"linear.weight": weight, "table": (table + 1).to(dtype), "mask": table.to(dtype)}
+        save_file(tensors, tmp_path / "model.safetensors")
+        stored = open_folder(tmp_path)
+        for name, tensor in model["block"].state_dict().items():
+            stored.copy_rows(name, tensor.fill_(0))
+        assert torch.equal(model["block"].table, (table + 1).to(torch.uint8))
+        assert torch.equal(model["block"].mask, table.to(torch.uint8))
+        assert torch.equal(model["block"].linear.weight, packed(weight))
 
 
 def test_layers_in_nf4_stay_the_same_modules():
@@ -373,8 +414,8 @@ def test_adapter_is_that_of_peft(base, tmp_path):
     model, _ = load(base)
     out = export_model(model, tmp_path / "hf")
     plain = AutoModelForCausalLM.from_pretrained(base)
-    adapted = PeftModel.from_pretrained(plain, out).eval()
     round_weights(plain)
+    adapted = PeftModel.from_pretrained(plain, out).eval()
     torch.testing.assert_close(logits(adapted.base_model.model), logits(model), rtol=0, atol=1e-5)
     config = json.loads((out / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 6)

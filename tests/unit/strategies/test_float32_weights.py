@@ -13,10 +13,11 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.libraries.private import fsdp_groups
 from launcher.models.build import build_model
 from launcher.models.description import describe, outer_units
-from launcher.models.initialization import clean_name, random_weights
+from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.models.micro_batch import MicroBatch
+from launcher.models.names import clean_name
 from launcher.models.nf4_layers import packable
 from launcher.models.precision import computes_in_float32, kept_in_float32
 from launcher.recipe import schema

@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.checkpoint.state import model_and_optimizer
 from launcher.distributed.rank_layout import RankLayout
-from launcher.models.initialization import clean_name, random_weights
+from launcher.models.initialization import random_weights
+from launcher.models.names import clean_name
 from launcher.optimizers.average import averages_in_place
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
