@@ -34,7 +34,6 @@ from launcher.models.hugging_face_files import (
     named_weights,
     write_weights,
 )
-from launcher.models.images import use_images
 from launcher.models.initialization import clean_name, initialize, materialize
 from launcher.models.load import ModelCheckpoint, open_checkpoint
 from launcher.models.lora import Read, adapted_weights, merged_reader
@@ -53,6 +52,7 @@ from launcher.models.safetensors_files import (
     write_tensors,
 )
 from launcher.models.ties import adapted_ties, untie
+from launcher.models.towers import use_images
 from launcher.recipe.functions import refuse_code
 from launcher.recipe.hub import NAMED_TEMPLATES, model_folder, refuse_links
 from launcher.recipe.load import recorded_recipe

@@ -35,9 +35,9 @@ from launcher.models.build import (
 )
 from launcher.models.config_files import problems_of_older_readers
 from launcher.models.hugging_face_files import PROCESSOR, exported_tensors
-from launcher.models.images import features_of
 from launcher.models.new_rows import grow_vocabulary, ids_of_adapter
 from launcher.models.safetensors_files import ADAPTER, ADAPTER_CONFIG, open_files, open_folder
+from launcher.models.towers import features_of
 from launcher.recipe.hub import CHAT_TEMPLATE
 from launcher.reliability.json_files import Json
 

@@ -24,7 +24,7 @@ from launcher.checkpoint.export import (
     recipe_of,
 )
 from launcher.data.chat_template import ChatTemplate
-from launcher.data.collation import TextInputs
+from launcher.data.collation import RowInputs
 from launcher.data.encoder import encode_prompt, make_encoder
 from launcher.data.image_inputs import images_of, own_inputs
 from launcher.data.images import RowImages
@@ -80,7 +80,7 @@ class ChatModel:
         """Without a template it completes texts. system: the run's system prompt. images: with which
         processor it sees images, if it is a model of images and text."""
         self.template, self.system = template, system
-        self._inputs, self._why_no_images = TextInputs(length=0), ""
+        self._inputs, self._why_no_images = RowInputs(length=0), ""
         try:
             self._inputs = own_inputs(stored.model, images)
         except RecipeError as error:  # such as a package that is missing; it still reads text

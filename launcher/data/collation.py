@@ -93,7 +93,7 @@ def padded_width(longest: int, *, length: int, width_multiple: int) -> int:
 
 
 @dataclass(frozen=True)
-class TextInputs:
+class RowInputs:
     """What a model takes of rows, and how samples of them become a micro-batch. Rows of this class are
     text; `ImageInputs` is the kind for rows with images."""
 
@@ -137,7 +137,7 @@ class TextInputs:
         """The tokens that stand for what rows have beside text. An answer has none of them."""
         return []
 
-    def of_model(self, model: Any) -> TextInputs:
+    def of_model(self, model: Any) -> RowInputs:
         """The same for a changed model, which says how it takes what rows have beside text."""
         return self
 

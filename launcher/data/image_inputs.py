@@ -11,14 +11,14 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from launcher.data.collation import Collated, Sample, TextInputs
+from launcher.data.collation import Collated, RowInputs, Sample
 from launcher.data.image_processor import Arrays, ImageProcessor, load_processor
 from launcher.data.images import RowImages, source_of
 from launcher.data.messages import Message
 from launcher.errors import RecipeError
 from launcher.models.applied import applied
-from launcher.models.images import token_types
 from launcher.models.tower_inputs import TowerInputs, form_of
+from launcher.models.towers import token_types
 from launcher.recipe import schema
 
 Integers = npt.NDArray[np.int64]
@@ -130,11 +130,11 @@ def blank_image(
     return {name: torch.from_numpy(array) for name, array in blank.items()}
 
 
-def own_inputs(model: Any, rows: RowImages) -> TextInputs:
+def own_inputs(model: Any, rows: RowImages) -> RowInputs:
     """What transformers' own forward method of a model takes of rows. rows: with which processor it
     sees images, if it does. Raises RecipeError if that cannot be loaded."""
     if not hasattr(model.base_model, "get_image_features"):
-        return TextInputs(length=0)
+        return RowInputs(length=0)
     images = ModelImages(rows, token_types=token_types(model), changed=False)
     assert images.processor
     return ImageInputs(length=0, images=images)
@@ -149,7 +149,7 @@ def example_image(rows: RowImages) -> Arrays:
 
 
 @dataclass(frozen=True)
-class ImageInputs(TextInputs):
+class ImageInputs(RowInputs):
     """How samples with images become the rows of a micro-batch."""
 
     images: ModelImages = field(default_factory=lambda: ModelImages(RowImages("")))

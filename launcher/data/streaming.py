@@ -413,7 +413,7 @@ class StreamingDataset(IterableDataset[Collated | Unreadable]):
                 yield replace(collated, shard_positions=positions)
 
     def _completed(self, sample: Sample) -> Sample:
-        """See `TextInputs.complete`. Raises RecipeError."""
+        """See `RowInputs.complete`. Raises RecipeError."""
         images: Any = sample.pop(_STORED, None)
         ids = sample["input_ids"]
         try:

@@ -34,7 +34,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from launcher.console import advanced, task
-from launcher.data.collation import TextInputs
+from launcher.data.collation import RowInputs
 from launcher.data.columns import Weights
 from launcher.data.encoder import (
     Encoded,
@@ -134,9 +134,9 @@ class ModelInputs:
         """How rows have images; None: they are text."""
         return None if self.images is None else self.images.rows
 
-    def inputs(self, length: int, *, packed: bool, joined: bool = False) -> TextInputs:
+    def inputs(self, length: int, *, packed: bool, joined: bool = False) -> RowInputs:
         """How samples of up to `length` tokens become the rows of its micro-batches. packed, joined:
-        see `TextInputs`."""
+        see `RowInputs`."""
         common: dict[str, Any] = {
             "length": length,
             "packed": packed,
@@ -148,7 +148,7 @@ class ModelInputs:
             "width_multiple": self.width_multiple,
         }
         if self.images is None:
-            return TextInputs(**common)
+            return RowInputs(**common)
         return ImageInputs(**common, images=self.images)
 
 

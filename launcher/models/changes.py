@@ -28,7 +28,6 @@ from launcher.models.context_parallel import apply_context_parallel
 from launcher.models.experts import apply_expert_parallel
 from launcher.models.float8 import use_float8
 from launcher.models.head import Head, Transform, logits_transform
-from launcher.models.images import Trained, use_images
 from launcher.models.load import Load, ModelCheckpoint, starting_weights
 from launcher.models.lora import add_adapters
 from launcher.models.new_rows import grow_vocabulary
@@ -36,6 +35,7 @@ from launcher.models.nf4_layers import quantize_blocks
 from launcher.models.precision import kept_in_float32
 from launcher.models.recurrent import separate_documents, use_operators_without_values
 from launcher.models.tensor_parallel import PlannedMesh, apply_tensor_parallel
+from launcher.models.towers import Trained, use_images
 from launcher.recipe import schema
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, other_base
 

@@ -25,11 +25,11 @@ from launcher.models.expert_adapters import (
     merged_weight,
     wrappers,
 )
-from launcher.models.images import is_of_projector
 from launcher.models.initialization import clean_name
 from launcher.models.new_rows import PARAMETER, STORED, add_new_rows, ids_of_adapter, replaced
 from launcher.models.read_by_weight import read_by_weight
 from launcher.models.ties import tied_names
+from launcher.models.towers import is_of_projector
 from launcher.recipe.hub import split_revision
 from launcher.recipe.schema import Lora
 

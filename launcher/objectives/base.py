@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from launcher.data.collation import Collated, Sample, TextInputs, make_sample
+from launcher.data.collation import Collated, RowInputs, Sample, make_sample
 from launcher.data.custom import CustomData
 from launcher.data.dataset import MapData, SequenceDataset
 from launcher.data.packing import Integers, Sequences, first_names, no_targets, pack
@@ -64,7 +64,7 @@ class Example:
 
     data: schema.Data
     rows: int
-    inputs: TextInputs
+    inputs: RowInputs
     documents: int
     """Documents of equal length in a packed row."""
     vocabulary: int
@@ -200,7 +200,7 @@ class Objective(ABC):
         """A sample: `input_ids` and `targets`, and what `collate` takes beside them."""
         return dataset.next_tokens(index)
 
-    def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated:
+    def collate(self, rows: list[Sample], inputs: RowInputs) -> Collated:
         """A micro-batch of samples."""
         return inputs.collate(rows)
 

@@ -23,7 +23,6 @@ from launcher.models.build import (
 )
 from launcher.models.changes import divide_layers
 from launcher.models.experts import find_experts
-from launcher.models.images import unused_modules
 from launcher.models.nf4 import is_packed, shape_of
 from launcher.models.precision import computes_in_float32
 from launcher.models.tensor_parallel import (
@@ -31,6 +30,7 @@ from launcher.models.tensor_parallel import (
     divides_attention,
     find_layers,
 )
+from launcher.models.towers import unused_modules
 from launcher.objectives.synthetic import SyntheticData
 from launcher.optimizers.matrices import orthogonalized_parameters
 from launcher.planner.fake import keep_blocks

@@ -24,9 +24,9 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.context_parallel import whole_rows
 from launcher.models.hugging_face_files import end_ids
-from launcher.models.images import features_kept
 from launcher.models.micro_batch import IGNORED
 from launcher.models.predictions import logits
+from launcher.models.towers import features_kept
 from launcher.recipe import schema
 from launcher.recipe.functions import import_function
 from launcher.strategies.base import WrappedModel

@@ -45,11 +45,11 @@ from launcher.models.changes import (
 )
 from launcher.models.context_parallel import check_context_parallel
 from launcher.models.head import computes_loss
-from launcher.models.images import tower_blocks, unused_modules
 from launcher.models.initialization import clean_name
 from launcher.models.load import ModelCheckpoint
 from launcher.models.micro_batch import WHOLE_ROW, Masking, RowPart
 from launcher.models.precision import computes_in_float32, kept_in_float32, mixes_dtypes
+from launcher.models.towers import tower_blocks, unused_modules
 from launcher.objectives.base import Objective
 from launcher.objectives.make import make_objective
 from launcher.objectives.synthetic import SyntheticData, synthetic_data

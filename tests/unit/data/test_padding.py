@@ -10,7 +10,7 @@ import torch
 from launcher.data.batching import SampleOrder, TokenBatchSampler
 from launcher.data.collation import (
     EMPTY,
-    TextInputs,
+    RowInputs,
     collate_sequences,
     make_sample,
     padded_width,
@@ -57,8 +57,8 @@ def test_every_kind_of_row_is_padded_to_a_multiple(longest, width):
     ]
     found = [
         collate_sequences(rows, packed=False, masking="mask", **options),
-        collate_masked(rows, TextInputs(**options)),
-        collate_classified(classified, TextInputs(**options)),
+        collate_masked(rows, RowInputs(**options)),
+        collate_classified(classified, RowInputs(**options)),
     ]
     for collated in found:
         assert collated.micro_batch.inputs["input_ids"].shape == (3, width)

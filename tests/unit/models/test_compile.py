@@ -21,7 +21,7 @@ from launcher.models import attention
 from launcher.models.applied import applied
 from launcher.models.attention import VARLEN
 from launcher.models.build import find_blocks
-from launcher.models.images import tower_blocks
+from launcher.models.towers import tower_blocks
 from launcher.reliability.progress import Progress
 from launcher.run import compilation as run_compilation
 from launcher.strategies import compilation

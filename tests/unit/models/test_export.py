@@ -32,11 +32,11 @@ from launcher.models.hugging_face_files import (
     end_ids,
     export_hugging_face,
 )
-from launcher.models.images import use_images
 from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.models.safetensors_files import open_folder, write_tensors
+from launcher.models.towers import use_images
 from launcher.recipe.hub import NAMED_TEMPLATES, refuse_links
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.schema import Lora, Model

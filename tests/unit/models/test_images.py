@@ -34,15 +34,15 @@ from launcher.models.attention import (
 )
 from launcher.models.build import build_model, parts_without_text
 from launcher.models.changes import adapt, divide_rows
-from launcher.models.images import (
+from launcher.models.micro_batch import IGNORED
+from launcher.models.tower_inputs import normalized
+from launcher.models.towers import (
     features_kept,
     packed_masks,
     tower_blocks,
     unused_modules,
     use_images,
 )
-from launcher.models.micro_batch import IGNORED
-from launcher.models.tower_inputs import normalized
 from launcher.recipe.schema import Images, Lora, Model
 from tests import multimodal, varlen_on_cpu
 from tests.image_models import make_image, make_model, skip_without_packages
