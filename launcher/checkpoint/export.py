@@ -52,7 +52,7 @@ from launcher.models.safetensors_files import (
     write_tensors,
 )
 from launcher.models.ties import adapted_ties, untie
-from launcher.models.towers import use_images
+from launcher.models.towers import use_towers
 from launcher.recipe.functions import refuse_code
 from launcher.recipe.hub import NAMED_TEMPLATES, model_folder, refuse_links
 from launcher.recipe.load import recorded_recipe
@@ -104,7 +104,7 @@ def export_checkpoint(
             merged=merged,
             source=stored.source,
         )
-        tokenizer = tokenizer_to_keep(recipe.data, recipe.model, recipe.images, prompts)
+        tokenizer = tokenizer_to_keep(recipe.data, recipe.model, recipe.attachments, prompts)
         if tokenizer is not None:
             tokenizer.save(scratch)
     return adapter
@@ -188,8 +188,8 @@ def open_checkpoint_weights(
         read_frozen, dtype = source.reader(), source.stored.dtype()
         if (base or recipe.checkpoint.export_base) == "quantized":
             read_frozen = _rounded(read_frozen, model, recipe, source)
-    if recipe.images is not None:  # as in training: adapters may have its projector beside them
-        use_images(model, "none", {})
+    if recipe.attachments:  # as in training: adapters may have a projector beside them
+        use_towers(model, dict.fromkeys(recipe.attachments, "none"))
     if recipe.lora is not None:
         adapt(
             model,

@@ -33,8 +33,8 @@ class Applied:
     recurrent: bool = False
     """Whether its recurrent layers compute each document of a packed row by itself, so that it takes
     the argument `documents`."""
-    images: Any = None
-    """The `ImageTower`, if rows have images."""
+    towers: Any = None
+    """The `Towers`, if rows have attachments."""
     head: Any = None
     """The `Head`, which computes losses without full logits, or of a reward model the scores of all
     tokens. (Its class imports this module.)"""

@@ -1,16 +1,17 @@
-"""The image tower of a model of images and text, where rows have images.
+"""The towers of a model whose rows have attachments beside text, such as images.
 
-The features of the tower take the place of the embeddings of a model's image tokens. This module
-runs the tower on every rank in every micro-batch, puts its features there without waiting for the
-device, and makes the masks of packed rows in which an image attends to itself in both directions.
+The features of a tower take the place of the embeddings of the tokens of attachments. This module
+runs the towers on every rank in every micro-batch, puts their features there without waiting for the
+device, and makes the masks of packed rows in which an attachment attends to itself in both directions.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -21,13 +22,16 @@ from launcher.libraries.private import block_classes, replace_deepstack
 from launcher.models.applied import applied
 from launcher.models.build import modules_without_text, parts_without_text, text_config
 from launcher.models.tower_inputs import (
-    ImageForm,
+    TOWERS,
     PatchGrid,
+    TowerForm,
     TowerInputs,
     TowerOperations,
     form_of,
+    is_of_tower,
     normalized,
 )
+from launcher.recipe.layouts import ATTACHMENTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,64 +39,73 @@ if TYPE_CHECKING:
 Trained = Literal["none", "projector", "all"]
 _PROJECTORS = ("projector", "merger", "connector", "embed_vision")
 """Parts of the names of the modules between a tower and the text model."""
-_OTHERS = ("audio",)
-"""Parts of the names of modules that neither text nor images use."""
 _TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
-"""Arguments of models that say which tokens are those of images."""
+"""Arguments of models that say which tokens are those of attachments."""
 _FEATURES = ("pooler_output", "deepstack_features")
-"""The outputs of a tower that models put in the place of the embeddings of images."""
+"""The outputs of a tower that models put in the place of the embeddings of attachments."""
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 
-def use_images(
+def use_towers(
     model: PreTrainedModel,
-    train: Trained,
-    blank_image: Mapping[str, torch.Tensor],
+    train: Mapping[str, Trained],
+    blank: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
 ) -> None:
-    """Changes a meta model so that it trains on rows with images, and freezes what is not trained of
-    the parts that text does not use. blank_image: the arguments of the model for an image; only read
-    if something is trained, and if the form of its images is not known. Raises RecipeError if the
-    model takes no images, or in a way that is not known."""
-    base: Any = model.base_model
+    """Changes a meta model so that it trains on rows with attachments, and freezes what is not trained
+    of the parts that text does not use. train: what is trained for each kind that rows have. blank: the
+    arguments of the model for an attachment of a kind; only read if something is trained, and if the
+    form of the kind is not known. Raises RecipeError if the model takes no attachments of a kind, or in
+    a way that is not known."""
     name = type(model).__name__
-    if getattr(text_config(model), "cross_attention_layers", None):
-        raise RecipeError(
-            f"images: {name} attends to images in layers of their own, which is not supported"
-        )
-    if not hasattr(base, "get_image_features"):
-        raise RecipeError(
-            f"images: {name} takes no images; remove the section, or give a model that does"
-        )
     unused = parts_without_text(model)
     # What model.freeze names stays frozen
     free = [name for name in unused if model.get_parameter(name).requires_grad]
-    trained = {name for name in free if _is_trained(name, train)}
-    if trained:
-        trained -= _without_gradient(model, blank_image)
-    if train != "none" and not trained:
-        raise RecipeError(f"images.train: {train}: {name} has no parameters of that kind")
-    for name in unused:
-        model.get_parameter(name).requires_grad_(name in trained)
-    applied(model).images = ImageTower(model)
+    trained = set[str]()
+    for kind, how in train.items():
+        section = ATTACHMENTS[kind]
+        if getattr(text_config(model), "cross_attention_layers", None):
+            what = f"{name} attends to {section} in layers of their own, which is not supported"
+            raise RecipeError(f"{section}: {what}")
+        if not takes_attachments(model, kind):
+            what = f"{name} takes no {section}; remove the section, or give a model that does"
+            raise RecipeError(f"{section}: {what}")
+        of_kind = {name for name in free if _is_trained(name, kind, how)}
+        if of_kind:
+            of_kind -= _without_gradient(model, kind, blank.get(kind, {}))
+        if how != "none" and not of_kind:
+            raise RecipeError(f"{section}.train: {how}: {name} has no parameters of that kind")
+        trained |= of_kind
+    for parameter in unused:
+        model.get_parameter(parameter).requires_grad_(parameter in trained)
+    applied(model).towers = Towers(model, train)
 
 
-def _without_gradient(model: PreTrainedModel, blank_image: Mapping[str, torch.Tensor]) -> set[str]:
-    """The parameters of the tower that its features do not depend on, such as the layers after
+def takes_attachments(model: Any, kind: str) -> bool:
+    """Whether a model takes attachments of a kind."""
+    return hasattr(model.base_model, TOWERS[kind].features)
+
+
+def _without_gradient(
+    model: PreTrainedModel, kind: str, blank: Mapping[str, torch.Tensor]
+) -> set[str]:
+    """The parameters of a tower that its features do not depend on, such as the layers after
     `vision_feature_layer` (LLaVA): DDP would wait for their gradients."""
-    tower, form = copy.deepcopy(model.base_model), form_of(model.config)
+    tower, form = copy.deepcopy(model.base_model), form_of(model.config, kind)
     names = {name for name, _ in tower.named_parameters()}
-    blank = dict(blank_image)
+    arguments = dict(blank)
     if form is not None:
         smallest = form.largest(form.least_tokens)
         assert smallest is not None
-        blank = form.arguments(smallest[2])
-    # Only integers, such as the sizes of images, are read
-    blank["pixel_values"] = torch.empty(blank["pixel_values"].shape, device="meta")
+        arguments = form.arguments(smallest[2])
+    # Only integers, such as sizes, are read
+    for name in [name for name in arguments if name.startswith("pixel_values")]:
+        arguments[name] = torch.empty(arguments[name].shape, device="meta")
     try:
         if form is not None:
-            features = form.features(tower, blank)
+            features = form.features(tower, arguments)
         else:
-            features = vars(tower.get_image_features(**blank, return_dict=True))
+            run = getattr(tower, TOWERS[kind].features)
+            features = vars(run(**arguments, return_dict=True))
         torch.autograd.backward(_sum_of_features(features))
     except (
         Exception
@@ -103,54 +116,55 @@ def _without_gradient(model: PreTrainedModel, blank_image: Mapping[str, torch.Te
     return {base + name for name in names - used}
 
 
-def _is_trained(name: str, train: Trained) -> bool:
-    if train == "none" or any(part in name for part in _OTHERS):
+def _is_trained(name: str, kind: str, train: Trained) -> bool:
+    if train == "none" or not is_of_tower(name, [kind]):
         return False
-    return train == "all" or is_of_projector(name)
+    return train == "all" or is_of_projector(name, [kind])
 
 
-def is_of_projector(name: str) -> bool:
-    """Whether a parameter that text does not use is between a tower and the text model."""
-    return any(part in name for part in _PROJECTORS) and not any(part in name for part in _OTHERS)
+def is_of_projector(name: str, kinds: Collection[str]) -> bool:
+    """Whether a parameter that text does not use is between a tower for one of these kinds of
+    attachments and the text model."""
+    return is_of_tower(name, kinds) and any(part in name for part in _PROJECTORS)
 
 
 def token_types(model: nn.Module) -> str | None:
-    """The argument of a model that says which tokens are those of images; None: it has none."""
+    """The argument of a model that says which tokens are attachments; None: it has none."""
     parameters = inspect.signature(model.forward).parameters
     return next((name for name in _TOKEN_TYPES if name in parameters), None)
 
 
-def features_of(model: Any, arrays: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-    """The features of the images in the processor's arrays, by transformers' own method of the model;
-    empty without arrays."""
-    if not arrays:
-        return []
-    found = model.base_model.get_image_features(**arrays, return_dict=True).pooler_output
+def features_of(model: Any, kind: str, arrays: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+    """The features of the attachments in the processor's arrays, by transformers' own method of the
+    model."""
+    run = getattr(model.base_model, TOWERS[kind].features)
+    found = run(**arrays, return_dict=True).pooler_output
     return [found] if isinstance(found, torch.Tensor) else list(found)
 
 
 def unused_modules(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The outermost modules that are never called: those that text does not use, or with images
+    """The outermost modules that are never called: those that text does not use, or with attachments
     those that neither uses."""
-    without_images = applied(model).images is None
-    return modules_without_text(model) if without_images else _of_neither(model)
-
-
-def _of_neither(model: nn.Module) -> tuple[nn.Module, ...]:
-    """The outermost modules that neither text nor images use."""
     names = {module: name for name, module in model.named_modules()}
     modules = modules_without_text(model)
-    return tuple(m for m in modules if any(part in names[m] for part in _OTHERS))
+    return tuple(m for m in modules if not is_of_tower(names[m], seen_by(model)))
+
+
+def seen_by(model: nn.Module) -> Collection[str]:
+    """The kinds of attachments that rows of the changed model have."""
+    towers: Towers | None = applied(model).towers
+    return () if towers is None else towers.kinds
 
 
 def tower_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks of the image tower, by name; empty if rows have no images."""
-    return {} if applied(model).images is None else _blocks(model)
+    """The repeated blocks of the towers, by name; empty if rows are text."""
+    return _blocks(model, seen_by(model))
 
 
-def _blocks(model: nn.Module) -> dict[str, nn.Module]:
-    unused = set(_of_neither(model))
-    towers = [module for module in modules_without_text(model) if module not in unused]
+def _blocks(model: nn.Module, kinds: Collection[str]) -> dict[str, nn.Module]:
+    """The repeated blocks of the towers for these kinds of attachments."""
+    names = {module: name for name, module in model.named_modules()}
+    towers = [m for m in modules_without_text(model) if is_of_tower(names[m], kinds)]
     inside = {module for tower in towers for module in tower.modules()}
     classes = {name for module in inside for name in block_classes(module)}
     blocks: dict[str, nn.Module] = {}
@@ -165,7 +179,7 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _both_ways(model: PreTrainedModel) -> frozenset[str]:
-    """The kinds of layers in which the tokens of an image see those after them."""
+    """The kinds of layers in which the tokens of an attachment see those after them."""
     text = text_config(model)
     if text.model_type == "gemma3_text":
         return frozenset((_FULL, _SLIDING))
@@ -173,31 +187,32 @@ def _both_ways(model: PreTrainedModel) -> frozenset[str]:
     return frozenset((_SLIDING,)) if text.model_type == "gemma4_text" and vision else frozenset()
 
 
-def _tower_inputs(model: PreTrainedModel) -> TowerInputs | None:
-    """How the host makes the inputs of the tower; None: of this family it is not known, and
+def _tower_inputs(model: PreTrainedModel, kind: str) -> TowerInputs | None:
+    """How the host makes the inputs of a tower; None: of this family it is not known, and
     transformers' own forward method runs the tower."""
-    form = form_of(model.config)
+    form = form_of(model.config, kind)
     if form is None:
         return None
-    return TowerInputs(model.config.image_token_id, form, _operations(model, form))
+    token = getattr(model.config, TOWERS[kind].token)
+    return TowerInputs(token, form, _operations(model, form, kind))
 
 
-def _operations(model: PreTrainedModel, form: ImageForm) -> TowerOperations:
+def _operations(model: PreTrainedModel, form: TowerForm, kind: str) -> TowerOperations:
     """Of embeddings of positions, which are looked up, there are none."""
-    vision, blocks = model.config.vision_config, _blocks(model)
-    width = getattr(vision, "embed_dim", None) or vision.hidden_size  # Qwen2-VL's hidden_size: text
+    config, blocks = getattr(model.config, TOWERS[kind].config), _blocks(model, [kind])
+    width = getattr(config, "embed_dim", None) or config.hidden_size  # Qwen2-VL's hidden_size: text
     attended = width
-    if (head := getattr(vision, "head_dim", None)) is not None:
-        attended = head * vision.num_attention_heads
+    if (head := getattr(config, "head_dim", None)) is not None:
+        attended = head * config.num_attention_heads
     windows = 0
     if isinstance(form, PatchGrid) and form.window is not None:
-        windows = len(blocks) - len(vision.fullatt_block_indexes)
+        windows = len(blocks) - len(config.fullatt_block_indexes)
     patch, token = 2.0 * form.patch_values * width, 0.0
     for name in parts_without_text(model):
         parameter = model.get_parameter(name)
-        if any(part in name for part in _OTHERS) or parameter.ndim < 2:
+        if not is_of_tower(name, [kind]) or parameter.ndim < 2:
             continue
-        if is_of_projector(name):
+        if is_of_projector(name, [kind]):
             token += 2.0 * parameter.numel()
         elif any(name.startswith(f"{block}.") for block in blocks):
             patch += 2.0 * parameter.numel()
@@ -205,71 +220,49 @@ def _operations(model: PreTrainedModel, form: ImageForm) -> TowerOperations:
     return TowerOperations(
         patch=patch,
         token=token,
-        image=4.0 * attended * (len(blocks) - windows),
+        whole=4.0 * attended * (len(blocks) - windows),
         window=4.0 * attended * windows,
         passes=3 if trained else 1,
     )
 
 
-class ImageTower:
-    """Replaces the forward method of a model's base, so that the tower runs in every micro-batch.
+class Tower:
+    """The tower for a kind of attachments."""
 
-    FSDP gathers weights and reduces gradients in the tower, and DDP waits for the gradients of its
-    parameters. So a rank whose micro-batch has no image must compute the tower, too. There the tower
-    sees a blank image, whose features are added to the embeddings times 0.
-
-    transformers finds the image tokens on the device, and waits to compare their number with that of
-    the features. Here the host knows where they are (`TowerInputs`).
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        base: Any = model.base_model
-        own = inspect.signature(base.get_image_features).parameters
-        self._takes = frozenset(own) - {"kwargs", "return_dict"}
-        self.inputs = _tower_inputs(model)
-        """How the host makes the inputs of the tower; None: transformers' forward method does."""
-        self.grid = hasattr(base, "get_rope_index")
-        """Whether tokens of an image have positions of time, height and width."""
-        self.both_ways = _both_ways(model)
-        """The kinds of layers in which the tokens of an image see those after them."""
-        types = token_types(base)
-        # Those with positions of a grid read the types only for these, which the launcher makes
-        needed = bool(self.both_ways) or not (self.grid or types == "mm_token_type_ids")
-        self.token_types = types if needed else None
-        """The argument that says which tokens are those of images, if masks are made of it."""
-        window = getattr(text_config(model), "sliding_window", None)
-        self._window = window if isinstance(window, int) else None
+    def __init__(self, model: PreTrainedModel, kind: str) -> None:
+        self._base: Any = model.base_model
+        self._method = TOWERS[kind].features
+        own = inspect.signature(getattr(self._base, self._method)).parameters
+        self.takes = frozenset(own) - {"kwargs", "return_dict"}
+        """The arrays of a processor that it takes."""
+        self.inputs = _tower_inputs(model, kind)
+        """How the host makes its inputs; None: transformers' forward method does."""
         self._kept: list[Any] | None = None
         """The features within `kept`, once they are computed."""
-        self._base, self._forward = base, base.forward
-        base.forward = self._forward_with_tower
-
-    @property
-    def keeps_documents_apart(self) -> bool:
-        """Whether packed documents with images are kept apart."""
-        return self.token_types is None or bool(self.both_ways)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
         """See `features_kept`."""
-        run = self._base.get_image_features
+        run = getattr(self._base, self._method)
         self._kept = []
         # transformers' own forward method calls it
-        self._base.get_image_features = lambda *args, **options: self._once(
-            lambda: run(*args, **options)
+        setattr(
+            self._base,
+            self._method,
+            lambda *args, **options: self._once(lambda: run(*args, **options)),
         )
         try:
             yield
         finally:
             self._kept = None
-            del self._base.get_image_features  # the method of its class stays
+            delattr(self._base, self._method)  # the method of its class stays
 
     def _once(self, run: Callable[[], Any]) -> Any:
         """The features that `run` returns; within `kept` those of the first call."""
         kept = self._kept
         if kept:
             return kept[0]
-        self._kept = None  # `run` may call `get_image_features`
+        self._kept = None  # `run` may call the method that `kept` replaces
         try:
             features = run()
         finally:
@@ -278,31 +271,68 @@ class ImageTower:
             kept.append(features)
         return features
 
-    def _features(
+    def features(
         self, tower: Mapping[str, Any] | None, arguments: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         """The outputs of the tower for what the host has made; None: for the processor's arrays."""
+        return self._once(lambda: self._run(tower, arguments))  # type: ignore[no-any-return]
+
+    def _run(
+        self, tower: Mapping[str, Any] | None, arguments: Mapping[str, Any]
+    ) -> Mapping[str, Any]:
         if self.inputs is not None and tower is not None:
             return self.inputs.form.features(self._base, normalized(tower))
         # Some outputs have features that are not among their items (transformers 5.17)
-        features: dict[str, Any] = vars(
-            self._base.get_image_features(**arguments, return_dict=True)
-        )
+        run = getattr(self._base, self._method)
+        features: dict[str, Any] = vars(run(**arguments, return_dict=True))
         return features
 
-    def _forward_with_tower(
-        self,
-        *args: Any,
-        images: int | None = None,
-        tower: Mapping[str, Any] | None = None,
-        image_positions: torch.Tensor | None = None,
-        image_features: torch.Tensor | None = None,
-        **inputs: Any,
+
+class Towers:
+    """Replaces the forward method of a model's base, so that its towers run in every micro-batch.
+
+    FSDP gathers weights and reduces gradients in a tower, and DDP waits for the gradients of its
+    parameters. So a rank whose micro-batch has no image must compute the tower, too. There the tower
+    sees a blank one, whose features are added to the embeddings times 0.
+
+    transformers finds the tokens on the device, and waits to compare their number with that of
+    the features. Here the host knows where they are (`TowerInputs`).
+    """
+
+    def __init__(self, model: PreTrainedModel, kinds: Iterable[str]) -> None:
+        base: Any = model.base_model
+        self.kinds = {kind: Tower(model, kind) for kind in kinds}
+        self.grid = hasattr(base, "get_rope_index")
+        """Whether tokens of attachments have positions of time, height and width."""
+        self.both_ways = _both_ways(model)
+        """The kinds of layers in which the tokens of an attachment see those after them."""
+        types = token_types(base)
+        # Those with positions of a grid read the types only for these, which the launcher makes
+        needed = bool(self.both_ways) or not (self.grid or types == "mm_token_type_ids")
+        self.token_types = types if needed else None
+        """The argument that says which tokens are attachments, if masks are made of it."""
+        window = getattr(text_config(model), "sliding_window", None)
+        self._window = window if isinstance(window, int) else None
+        self._base, self._forward = base, base.forward
+        base.forward = self._forward_with_towers
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether packed documents with attachments are kept apart."""
+        return self.token_types is None or bool(self.both_ways)
+
+    @property
+    def inputs_known(self) -> bool:
+        """Whether the host makes the inputs of all towers."""
+        return all(tower.inputs is not None for tower in self.kinds.values())
+
+    def _forward_with_towers(
+        self, *args: Any, attachments: Mapping[str, Any] | None = None, **inputs: Any
     ) -> Any:
-        """images: the number of images; None: the call is about text alone. tower,
-        image_positions: those of `TowerInputs.make`, for a model that has `inputs`. image_features:
-        which features of the tower these positions have, in this order; None: all."""
-        if images is None:
+        """attachments: by kind, `count`, their number; `tower` and `positions` of `TowerInputs.make`,
+        for a tower that has `inputs`; and perhaps `chosen`, which features of the tower these positions
+        have, in this order. None: the call is about text alone."""
+        if attachments is None:
             return self._forward(*args, **inputs)
         if self.both_ways:
             assert self.token_types is not None
@@ -314,31 +344,41 @@ class ImageTower:
             inputs["attention_mask"] = packed_masks(
                 types, positions, self._window, both_ways=self.both_ways
             )
-        if tower is None and images:
-            return self._forward(*args, **inputs)
-        arguments = {name: inputs.pop(name) for name in self._takes if name in inputs}
+        runs: list[tuple[Tower, Mapping[str, Any], dict[str, Any]]] = []
+        for kind, given in attachments.items():
+            tower = self.kinds[kind]
+            if (
+                "tower" in given or not given["count"]
+            ):  # else transformers' own forward method runs it
+                own = {name: inputs.pop(name) for name in tower.takes if name in inputs}
+                runs.append((tower, given, own))
 
-        def run_tower(module: nn.Module, args: object, embeds: torch.Tensor) -> torch.Tensor:
+        def run_towers(module: nn.Module, args: object, embeds: torch.Tensor) -> torch.Tensor:
             handle.remove()
-            features = self._once(lambda: self._features(tower, arguments))
-            if images:
-                return self._with_features(embeds, features, image_positions, image_features)
-            return embeds + 0 * _sum_of_features(features).to(embeds.dtype)
+            for tower, given, own in runs:
+                features = tower.features(given.get("tower"), own)
+                if given["count"]:
+                    embeds = self._with_features(
+                        embeds, features, given["positions"], given.get("chosen")
+                    )
+                else:
+                    embeds = embeds + 0 * _sum_of_features(features).to(embeds.dtype)
+            return embeds
 
-        # After the embedding, as in transformers: the ranks gather weights in the same order
-        handle = self._base.get_input_embeddings().register_forward_hook(run_tower)
+        if runs:
+            # After the embedding, as in transformers: the ranks gather weights in the same order
+            handle = self._base.get_input_embeddings().register_forward_hook(run_towers)
         return self._forward(*args, **inputs)
 
     def _with_features(
         self,
         embeds: torch.Tensor,
         features: Mapping[str, Any],
-        positions: torch.Tensor | None,
+        positions: torch.Tensor,
         chosen: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The embeddings (rows, tokens, hidden size) with the features of images at these positions
-        of the flattened rows. Features of other depths are added behind the first layers."""
-        assert positions is not None
+        """The embeddings (rows, tokens, hidden size) with the features of a tower at these positions of
+        the flattened rows. Features of other depths are added behind the first layers."""
         if deeper := features.get("deepstack_features"):
             text = self._base.language_model
             replace_deepstack(text, _added_at)
@@ -354,12 +394,16 @@ class ImageTower:
         return embeds.flatten(0, 1).index_copy(0, positions, joined).view_as(embeds)
 
 
-def features_kept(model: nn.Module) -> AbstractContextManager[None]:
-    """Within it all forward passes of the changed model are about the same images, such as those of
-    an answer that grows: the tower runs in the first one only. Every rank must enter it before the
-    same forward pass: the ranks gather the tower's weights there, and not after it."""
-    tower: ImageTower | None = applied(model).images
-    return nullcontext() if tower is None else tower.kept()
+@contextmanager
+def features_kept(model: nn.Module) -> Iterator[None]:
+    """Within it all forward passes of the changed model are about the same attachments, such as those
+    of an answer that grows: the towers run in the first one only. Every rank must enter it before the
+    same forward pass: the ranks gather the towers' weights there, and not after it."""
+    towers: Towers | None = applied(model).towers
+    with ExitStack() as kept:
+        for tower in () if towers is None else towers.kinds.values():
+            kept.enter_context(tower.kept())
+        yield
 
 
 def _added_at(
@@ -375,7 +419,7 @@ def _added_at(
 def _joined(
     features: torch.Tensor | tuple[torch.Tensor, ...], chosen: torch.Tensor | None
 ) -> torch.Tensor:
-    """The chosen features of all images, (tokens, hidden size); None: all of them."""
+    """The chosen features of all attachments, (tokens, hidden size); None: all of them."""
     if isinstance(features, torch.Tensor):
         joined = features.reshape(-1, features.shape[-1])
     else:
@@ -390,24 +434,24 @@ def packed_masks(
     *,
     both_ways: Collection[str] = (_FULL, _SLIDING),
 ) -> dict[str, torch.Tensor]:
-    """Masks (rows, 1, tokens, tokens) of packed documents whose images attend to themselves in both
-    directions, by kind of layer. types: (rows, tokens), 1 for tokens of images. positions: (rows,
+    """Masks (rows, 1, tokens, tokens) of packed documents whose attachments attend to themselves in
+    both directions, by kind of layer. types: (rows, tokens), 1 for tokens of attachments. positions: (rows,
     tokens), 0 at the start of each document. window: of sliding layers. both_ways: the kinds of
-    layers in which images do so; in the others attention is causal.
+    layers in which attachments do so; in the others attention is causal.
 
-    transformers 5.23 makes a wrong mask for the sliding layers of such rows: it looks for the images
-    at positions that count from the start of the row (docs/images.md).
+    transformers 5.23 makes a wrong mask for the sliding layers of such rows: it looks for the
+    attachments at positions that count from the start of the row (docs/images.md).
     """
     order = torch.arange(types.shape[1], device=types.device)
     distance = order[:, None] - order[None, :]
-    is_image = types == 1
-    begins = is_image & ~nn.functional.pad(is_image, (1, 0))[:, :-1]
-    image = torch.where(is_image, begins.cumsum(1), 0)
+    is_one = types == 1
+    begins = is_one & ~nn.functional.pad(is_one, (1, 0))[:, :-1]
+    number = torch.where(is_one, begins.cumsum(1), 0)
     document = (positions == 0).cumsum(1)
-    same_image = (image[:, :, None] == image[:, None, :]) & is_image[:, None, :]
+    same_one = (number[:, :, None] == number[:, None, :]) & is_one[:, None, :]
     same_document = document[:, :, None] == document[:, None, :]
     causal = same_document & (distance >= 0)
-    either = same_document & ((distance >= 0) | same_image)
+    either = same_document & ((distance >= 0) | same_one)
     full = either if _FULL in both_ways else causal
     near = either if _SLIDING in both_ways else causal
     near = near if window is None else near & (distance < window)
@@ -416,7 +460,7 @@ def packed_masks(
 
 def _sum_of_features(outputs: Mapping[str, Any]) -> torch.Tensor:
     """The sum of what a model takes of the outputs of its tower. Gradients flow through the same
-    layers as from the features of images: ranks gather the weights of the same layers."""
+    layers as from the features of attachments: ranks gather the weights of the same layers."""
     features = [value for name, value in outputs.items() if name in _FEATURES]
     return torch.stack([tensor.sum().float() for tensor in _tensors(features)]).sum()
 

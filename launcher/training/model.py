@@ -16,13 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from launcher.data.image_inputs import (
-    ModelImages,
-    PlannedImages,
-    blank_image,
-    images_of,
-    planned_images,
-)
+from launcher.data.attachment_inputs import ModelAttachments, attachments_of, blank_arguments
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.distributed.rank_layout import RankLayout
@@ -49,6 +43,7 @@ from launcher.models.initialization import clean_name
 from launcher.models.load import ModelCheckpoint
 from launcher.models.micro_batch import WHOLE_ROW, Masking, RowPart
 from launcher.models.precision import computes_in_float32, kept_in_float32, mixes_dtypes
+from launcher.models.tower_inputs import is_of_tower
 from launcher.models.towers import tower_blocks, unused_modules
 from launcher.objectives.base import Objective
 from launcher.objectives.make import make_objective
@@ -105,15 +100,15 @@ class PreparedModel:
     unused: tuple[nn.Module, ...]
     """Modules that are never called."""
     tower: dict[str, nn.Module]
-    """The blocks of the image tower by name, if rows have images."""
+    """The blocks of the towers by name, if rows have attachments."""
     depth: int
     """Number of blocks of the whole model, even if a trace has deleted some of them."""
     source: ModelCheckpoint | None
     """The checkpoint that the weights come from; None: they are random."""
-    images: ModelImages | None
-    """How the model takes images; None: rows are text."""
-    planned_images: PlannedImages | None
-    """How rows without data have images; None: they are text, also where they are not known."""
+    attachments: ModelAttachments
+    """How the model takes what rows have beside text."""
+    planned: ModelAttachments
+    """How rows without data have attachments."""
 
     def wrap(
         self,
@@ -212,7 +207,7 @@ class PreparedModel:
         documents: int = 2,
     ) -> SyntheticData:
         """Makes micro-batches without the data, as full as the recipe's micro-batches can be, also
-        of images. A packed row has this number of documents of equal length."""
+        of attachments. A packed row has this number of documents of equal length."""
         return synthetic_data(
             self.objective,
             data,
@@ -223,7 +218,7 @@ class PreparedModel:
                 masking=self.masking,
                 recurrent=self.recurrent,
                 part=part,
-                images=self.planned_images,
+                attachments=self.planned,
             ),
             packed=self.packed,
             documents=documents,
@@ -264,9 +259,10 @@ def _learning_rate_ratios(model: nn.Module, recipe: Recipe) -> dict[str, float]:
     ratios: dict[str, float] = {}
     if recipe.lora is not None and recipe.lora.b_ratio != 1.0:
         ratios |= {name: recipe.lora.b_ratio for name in names if ".lora_B" in name}
-    if recipe.images is not None and recipe.images.learning_rate_ratio != 1.0:
-        parts = {*map(clean_name, parts_without_text(model))}
-        ratios |= {name: recipe.images.learning_rate_ratio for name in names if name in parts}
+    for kind, section in recipe.attachments.items():
+        if section.learning_rate_ratio != 1.0:
+            parts = {clean_name(n) for n in parts_without_text(model) if is_of_tower(n, [kind])}
+            ratios |= {name: section.learning_rate_ratio for name in names if name in parts}
     return ratios
 
 
@@ -307,8 +303,8 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         recipe.model,
         seed=recipe.run.seed,
         new_ids=new_ids,
-        images=None if recipe.images is None else recipe.images.train,
-        blank_image=blank_image(recipe.images, recipe.model, model),
+        attachments={kind: section.train for kind, section in recipe.attachments.items()},
+        blank=blank_arguments(recipe.attachments, recipe.model, model),
         lora=recipe.lora,
         float8=None if precision is None else precision.float8,
         fsdp=recipe.strategy.kind == "fsdp",
@@ -335,6 +331,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         attention=recipe.model.attention,
     )
     objective.check_model(model)
+    attachments = attachments_of(recipe.attachments, recipe.model, model)
     return PreparedModel(
         model,
         objective,
@@ -353,8 +350,8 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         tower=tower_blocks(model),
         depth=len(blocks),
         source=start.source,
-        images=images_of(recipe.images, recipe.model, model),
-        planned_images=planned_images(recipe.images, model),
+        attachments=attachments,
+        planned=attachments.planned(model),
     )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from launcher.data.attachment_inputs import TEXT_ALONE
 from launcher.data.batching import SampleOrder, TokenBatchSampler
 from launcher.data.collation import (
     EMPTY,
@@ -172,7 +173,7 @@ def test_a_run_on_gpus_rounds_widths(monkeypatch):
         vocabulary=8,
         masking="mask",
         recurrent=False,
-        images=None,
+        attachments=TEXT_ALONE,
         objective=objective_of(RECIPE.data),
     )
     with pytest.raises(StopIteration):
