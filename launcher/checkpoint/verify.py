@@ -214,8 +214,8 @@ def _load_exported(
             out, local_files_only=True, trust_remote_code=trust_remote_code
         )
     if seen and not adapter:  # an adapter's folder has no config, which it needs
-        kinds = [kind for kind in MODALITIES if kind.kind in seen]
-        seen = {kind.kind: kind.of_export(out, None).example_arrays() for kind in kinds}
+        exported = [each.of_export(out, None) for each in MODALITIES if each.kind in seen]
+        seen = {modality.kind: modality.example_arrays() for modality in exported}
     return _logits(model, ids, seen), _facts(model, tokenizer) | _processor(out)
 
 

@@ -212,8 +212,8 @@ def load_text(text: str, machine: Machine) -> Recipe:
 
 
 def _kind(data: str, method: str) -> tuple[str, list[str]]:
-    """data.kind, and the kinds of attachments of rows, by the first row of the data. Raises RecipeError if
-    the method is for others."""
+    """data.kind, and the kinds of attachments of rows, by the first row of the data. Raises
+    RecipeError if the method is for others."""
     first = first_row([data], hub=True)
     if first is None:
         if (file := rows_as_text([data])) is not None:

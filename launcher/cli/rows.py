@@ -255,7 +255,7 @@ def _losses(
             start = int(dataset.store.offsets[row.document]) + row.first
             piece = row.document, start, start + len(sample["input_ids"])
             try:
-                sample = inputs.complete(sample, dataset.store, [piece])
+                sample = attachments.complete(sample, dataset.store, [piece])
             except RowError as error:
                 raise RecipeError(f"{row.where}: {error}") from None
         collated = raise_error(dataset.collate([sample]))

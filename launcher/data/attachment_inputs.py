@@ -84,7 +84,8 @@ class ModelAttachments:
         self, sample: Sample, store: Any, pieces: Iterable[tuple[int, int, int]]
     ) -> Sample:
         """The sample with `attachments`, those of its pieces of a `TokenStore`, and for models with
-        positions of a grid `grid_positions`, (3, tokens). Raises RowError if one cannot be read."""
+        positions of a grid `grid_positions`, (3, tokens). pieces: see `SequenceDataset.pieces`. Raises
+        RowError if one cannot be read."""
         if not self.modalities:
             return sample
         of_kind = {modality.kind: modality for modality in self.modalities}

@@ -128,13 +128,6 @@ class RowInputs:
         how = {"mask": "a mask", "varlen": "variable-length attention"}[self.masking]
         return how + (", and one by one in recurrent layers" if self.recurrent else "")
 
-    def complete(
-        self, sample: Sample, store: Any, pieces: Iterable[tuple[int, int, int]]
-    ) -> Sample:
-        """The sample with the attachments of its documents. pieces: see `SequenceDataset.pieces`.
-        Raises RowError if one cannot be read."""
-        return self.attachments.complete(sample, store, pieces)
-
     def joined_row(self, samples: Sequence[Sample]) -> Sample:
         """One row of several samples."""
         starts = np.cumsum([0, *(len(sample["input_ids"]) for sample in samples)]).tolist()
@@ -155,17 +148,17 @@ class RowInputs:
     ) -> Collated:
         """A micro-batch of rows that are answered: `collate`, also where rows are packed or divided.
         ids: (rows, tokens), which begin with the pieces of a store, and have room for answers.
-        Raises RowError as `complete`."""
+        Raises RowError if an attachment cannot be read."""
         samples = [
-            self.complete(make_sample([(row, np.full(len(row), IGNORED))]), store, own)
+            self.attachments.complete(make_sample([(row, np.full(len(row), IGNORED))]), store, own)
             for row, own in zip(ids, pieces, strict=True)
         ]
         alone = replace(self, length=ids.shape[1], packed=False, part=WHOLE_ROW, width_multiple=1)
         return alone.collate(samples)
 
     def collate(self, rows: list[Sample], *, several_documents: bool = False) -> Collated:
-        """See `collate_sequences`, with the attachments of the rows. several_documents: a row holds several documents even if it is
-        padded to the longest one."""
+        """See `collate_sequences`; with the attachments of the rows. several_documents: a row holds
+        several documents even if it is padded to the longest one."""
         length, packed = self.length, self.packed
         if (several_documents or self.joined) and not packed:
             length, packed = self.width_of(rows), True

@@ -86,7 +86,7 @@ class SequenceDataset:
             return joined_row([self[each] for each in index or (NO_SAMPLE,)], self.inputs)
         sample = self.objective.sample(self, index)
         try:
-            return self.inputs.complete(sample, self.store, self.pieces(index))
+            return self.inputs.attachments.complete(sample, self.store, self.pieces(index))
         except RowError as error:
             return {**sample, "error": str(error)}  # type: ignore[dict-item]
 

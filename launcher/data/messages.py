@@ -318,7 +318,8 @@ def _with_parts(
     message: Message, what: str, attachments: Sequence[str]
 ) -> tuple[Message, list[Message]]:
     """A message whose content is a list of parts, with its text, reasoning and calls; and the
-    messages of the results of tools in it. attachments: their kinds; a content with such parts stays a list."""
+    messages of the results of tools in it. attachments: their kinds; a content with such parts
+    stays a list."""
     texts: list[str | dict[str, Any]] = []
     thoughts: list[str] = []
     calls: list[object] = []

@@ -33,6 +33,7 @@ from launcher.recipe.hub import (
     load_data_set,
     saved_bytes,
 )
+from launcher.recipe.layouts import ATTACHMENTS
 from launcher.recipe.row_files import (
     COMPRESSED,
     FORMS,
@@ -606,7 +607,7 @@ def _column(column: Any) -> Sequence[Any]:
 
 def _hub(part: SourcePart) -> Iterator[Row]:
     rows = load_data_set(part.name, validation=part.validation)
-    if _holds_images(rows.features):  # as their files: datasets would decode them
+    if _holds_attachments(rows.features):  # as their files: datasets would decode them
         yield from _hub_arrays(part, arrays=False)
         return
     end = len(rows) if part.end is None else part.end
@@ -614,14 +615,15 @@ def _hub(part: SourcePart) -> Iterator[Row]:
         yield _hub_row(part, number, values)
 
 
-def _holds_images(feature: Any) -> bool:
-    """Whether a feature of `datasets` is an image, or has one inside."""
+def _holds_attachments(feature: Any) -> bool:
+    """Whether a feature of `datasets` is an attachment, such as `datasets.Image`, or has one inside."""
     import datasets
 
     if isinstance(feature, dict):
-        return any(map(_holds_images, feature.values()))
+        return any(map(_holds_attachments, feature.values()))
     inner = getattr(feature, "feature", None)  # of a list
-    return isinstance(feature, datasets.Image) or (inner is not None and _holds_images(inner))
+    kinds = tuple(getattr(datasets, kind.capitalize()) for kind in ATTACHMENTS)
+    return isinstance(feature, kinds) or (inner is not None and _holds_attachments(inner))
 
 
 def _hub_arrays(part: SourcePart, *, arrays: bool = True) -> Iterator[Row]:
@@ -649,7 +651,7 @@ def _text_size(values: Values) -> int:
 def _hub_stream(part: SourcePart) -> Iterator[Row]:
     rows = load_data_set(part.name, validation=part.validation, streaming=True)
     shard = rows.shard(num_shards=part.end, index=part.start)
-    if shard.features is not None and _holds_images(shard.features):
+    if shard.features is not None and _holds_attachments(shard.features):
         shard = shard.decode(False)
     for number, values in enumerate(shard, start=1):
         yield _hub_row(part, number, values)

@@ -413,11 +413,13 @@ class StreamingDataset(IterableDataset[Collated | Unreadable]):
                 yield replace(collated, shard_positions=positions)
 
     def _completed(self, sample: Sample) -> Sample:
-        """See `RowInputs.complete`. Raises RecipeError."""
+        """See `ModelAttachments.complete`. Raises RecipeError."""
         attached: Any = sample.pop(_STORED, None)
         ids = sample["input_ids"]
         try:
-            return self._inputs.complete(sample, one_document(ids, attached), [(0, 0, len(ids))])
+            return self._inputs.attachments.complete(
+                sample, one_document(ids, attached), [(0, 0, len(ids))]
+            )
         except RowError as error:
             raise RecipeError(f"data: {error}") from None
 

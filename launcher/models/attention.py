@@ -346,8 +346,8 @@ def _use_varlen(
 def use_tower_attention(
     model: PreTrainedModel, form: TowerForm, *, device: torch.device, compute_dtype: torch.dtype
 ) -> None:
-    """Replaces the attention of a tower where the host would wait for the device. For attachments of several
-    lengths the device must have a kernel; elsewhere the host waits."""
+    """Replaces the attention of a tower where the host would wait for the device. For attachments of
+    several lengths the device must have a kernel; elsewhere the host waits."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = form.attention

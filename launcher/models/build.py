@@ -364,7 +364,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
 
 def parts_without_text(model: nn.Module) -> list[str]:
     """Names of the parameters that text does not use, such as those of a vision tower and of layers
-    that attend to images."""
+    that attend to attachments."""
     text = text_config(model)
     if text is None or text is getattr(model, "config", None):
         return []
@@ -374,7 +374,7 @@ def parts_without_text(model: nn.Module) -> list[str]:
         base = model.base_model_prefix
         used_modules += [child for name, child in model.named_children() if name != base]
     used = {id(p) for module in used_modules if module is not None for p in module.parameters()}
-    for index in getattr(text, "cross_attention_layers", None) or ():  # to images (Mllama)
+    for index in getattr(text, "cross_attention_layers", None) or ():  # to attachments (Mllama)
         used -= {id(p) for p in decoder.layers[index].parameters()}
     return [name for name, parameter in model.named_parameters() if id(parameter) not in used]
 

@@ -414,7 +414,10 @@ def _saved_modules(model: nn.Module, lora: Lora) -> list[str]:
         if rest:
             what = f"{entry}: {found[0]} has weights that text does not use"
             if kinds:
-                what = f"{entry}: {found[0]} is not only the projector of {nouns_of(kinds)}, and of the parts "
+                nouns = nouns_of(kinds)
+                what = (
+                    f"{entry}: {found[0]} is not only the projector of {nouns}, and of the parts "
+                )
                 what += "beside the text model lora trains no other"
             problems.append(f"lora.modules_to_save: {what}")
         if not found:

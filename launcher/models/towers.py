@@ -1,4 +1,4 @@
-"""The towers of a model whose rows have attachments beside text, such as images.
+"""The towers of a model whose rows have attachments beside text.
 
 The features of a tower take the place of the embeddings of the tokens of attachments. This module
 runs the towers on every rank in every micro-batch, puts their features there without waiting for the
@@ -275,16 +275,17 @@ class Tower:
         self, tower: Mapping[str, Any] | None, arguments: Mapping[str, Any]
     ) -> Mapping[str, Any]:
         """The outputs of the tower for what the host has made; None: for the processor's arrays."""
-        return self._once(lambda: self._run(tower, arguments))  # type: ignore[no-any-return]
 
-    def _run(
-        self, tower: Mapping[str, Any] | None, arguments: Mapping[str, Any]
-    ) -> Mapping[str, Any]:
-        if self.inputs is not None and tower is not None:
-            return self.inputs.form.features(self._base, normalized(tower))
-        # Some outputs have features that are not among their items (transformers 5.17)
-        run = getattr(self._base, self._method)
-        features: dict[str, Any] = vars(run(**arguments, return_dict=True))
+        def run() -> Mapping[str, Any]:
+            if self.inputs is not None and tower is not None:
+                return self.inputs.form.features(self._base, normalized(tower))
+            # Some outputs have features that are not among their items (transformers 5.17)
+            made: dict[str, Any] = vars(
+                getattr(self._base, self._method)(**arguments, return_dict=True)
+            )
+            return made
+
+        features: Mapping[str, Any] = self._once(run)
         return features
 
 
@@ -292,8 +293,8 @@ class Towers:
     """Replaces the forward method of a model's base, so that its towers run in every micro-batch.
 
     FSDP gathers weights and reduces gradients in a tower, and DDP waits for the gradients of its
-    parameters. So a rank whose micro-batch has no image must compute the tower, too. There the tower
-    sees a blank one, whose features are added to the embeddings times 0.
+    parameters. So a rank whose micro-batch has no attachment must compute the tower, too. There the
+    tower sees a blank one, whose features are added to the embeddings times 0.
 
     transformers finds the tokens on the device, and waits to compare their number with that of
     the features. Here the host knows where they are (`TowerInputs`).
@@ -435,8 +436,8 @@ def packed_masks(
     both_ways: Collection[str] = (_FULL, _SLIDING),
 ) -> dict[str, torch.Tensor]:
     """Masks (rows, 1, tokens, tokens) of packed documents whose attachments attend to themselves in
-    both directions, by kind of layer. types: (rows, tokens), 1 for tokens of attachments. positions: (rows,
-    tokens), 0 at the start of each document. window: of sliding layers. both_ways: the kinds of
+    both directions, by kind of layer. types: (rows, tokens), 1 for tokens of attachments. positions:
+    (rows, tokens), 0 at the start of each document. window: of sliding layers. both_ways: the kinds of
     layers in which attachments do so; in the others attention is causal.
 
     transformers 5.23 makes a wrong mask for the sliding layers of such rows: it looks for the

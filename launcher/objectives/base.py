@@ -44,7 +44,7 @@ Scores = tuple[Mapping[str, float], int]
 
 
 def count_attachments(dataset: SequenceDataset) -> dict[str, tuple[int, int]]:
-    """By what they are called, `images`: the attachments in the sequences of a data set, and those of
+    """By their nouns (`ATTACHMENTS`): the attachments in the sequences of a data set, and those of
     its documents that are in none, because their document is dropped or cut before them. Without those
     of which there are none."""
     store, sequences = dataset.store, dataset.sequences

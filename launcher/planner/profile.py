@@ -165,8 +165,8 @@ class WeightGroup:
 
 @dataclass(frozen=True)
 class TowerProfile:
-    """The towers of a model whose rows have attachments: blocks that run before those of text. The rest of
-    the towers and their projectors are parts of the root."""
+    """The towers of a model whose rows have attachments: blocks that run before those of text. The
+    rest of the towers and their projectors are parts of the root."""
 
     blocks: tuple[WeightGroup, ...] = ()
     patches: int = 0
@@ -191,8 +191,8 @@ class TowerProfile:
         return any(block.trained for block in self.blocks)
 
     def share(self, parts: int, length: int) -> float:
-        """The largest share of the attachments of a row of so many tokens that one of the context parallel
-        ranks computes: those of which its part of the row has a token."""
+        """The largest share of the attachments of a row of so many tokens that one of the context
+        parallel ranks computes: those of which its part of the row has a token."""
         width = -(-length // parts)
         counts = [
             sum(first < start + width and end > start for first, end in self.spans)

@@ -1,8 +1,8 @@
 """Greedy answers of the model in training, the same under every strategy and number of ranks.
 
 The model is called on the whole sequence for each new token: caches of keys and values differ from
-architecture to architecture, and answers are short. What it computes of attachments does not depend on the
-answer, and is computed once.
+architecture to architecture, and answers are short. What it computes of attachments does not depend on
+the answer, and is computed once.
 """
 
 from __future__ import annotations
