@@ -1,7 +1,7 @@
 """Data sets for tests, with the objective that the data has without a model."""
 
 from launcher.data.batching import NO_SAMPLE, joined_rows
-from launcher.data.collation import TextInputs
+from launcher.data.collation import RowInputs
 from launcher.data.dataset import SequenceDataset
 from launcher.objectives.make import make_objective
 from launcher.objectives.next_token import NextToken
@@ -22,7 +22,7 @@ def objective_of(data):
 
 def dataset_of(store, sequences, length, packed=False, *, objective=None, **inputs):
     """The sequences of a store; the next token by default."""
-    inputs = TextInputs(length, packed=packed, **inputs)
+    inputs = RowInputs(length, packed=packed, **inputs)
     return SequenceDataset(store, sequences, objective or NextToken(), inputs)
 
 

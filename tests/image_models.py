@@ -9,6 +9,8 @@ import transformers
 from PIL import Image
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
+from launcher.data.attachment_inputs import ModelAttachments
+from launcher.data.images import RowImages
 from launcher.data.tokenizer import hugging_face_byte_tokenizer
 
 TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
@@ -494,3 +496,8 @@ def reference_processor(folder):
     arguments = [parts.get(name) for name in kind.get_attributes()]
     made = Processor.from_args_and_dict(arguments, config)
     return made[0] if isinstance(made, tuple) else made
+
+
+def with_images(name, tower=None, **of_model):
+    """How a model with this processor takes images. of_model: see `ModelAttachments`."""
+    return ModelAttachments((RowImages(name, tower=tower),), **of_model)

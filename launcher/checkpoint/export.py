@@ -42,7 +42,6 @@ from launcher.models.hugging_face_files import (
     named_weights,
     write_weights,
 )
-from launcher.models.images import use_images
 from launcher.models.initialization import initialize, materialize
 from launcher.models.load import ModelCheckpoint, open_checkpoint
 from launcher.models.names import clean_name
@@ -60,6 +59,7 @@ from launcher.models.safetensors_files import (
     write_tensors,
 )
 from launcher.models.ties import untie
+from launcher.models.towers import use_towers
 from launcher.recipe.functions import refuse_code
 from launcher.recipe.load import recorded_recipe
 from launcher.recipe.schema import Model, Recipe
@@ -111,7 +111,7 @@ def export_checkpoint(
             merged=merged,
             source=stored.source,
         )
-        tokenizer = tokenizer_to_keep(recipe.data, recipe.model, recipe.images, prompts)
+        tokenizer = tokenizer_to_keep(recipe.data, recipe.model, recipe.attachments, prompts)
         if tokenizer is not None:
             tokenizer.save(scratch)
     return adapter
@@ -195,8 +195,8 @@ def open_checkpoint_weights(
         read_frozen, dtype = source.reader(), source.stored.dtype()
         if (base or recipe.checkpoint.export_base) == "quantized":
             read_frozen = _rounded(read_frozen, model, recipe, source)
-    if recipe.images is not None:  # as in training: adapters may have its projector beside them
-        use_images(model, "none", {})
+    if recipe.attachments:  # as in training: adapters may have a projector beside them
+        use_towers(model, dict.fromkeys(recipe.attachments, "none"))
     if recipe.lora is not None:
         adapt(
             model,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +19,10 @@ from launcher.checkpoint.export import (
     prompts_of,
     recipe_of,
 )
-from launcher.data.image_inputs import example_image, images_of
-from launcher.data.image_processor import Arrays
-from launcher.data.images import RowImages
+from launcher.data.attachment_inputs import MODALITIES, attachments_of
+from launcher.data.modality import Arrays, Modality
 from launcher.data.run_data import set_stop_tokens, tokenizer_to_keep
 from launcher.data.tokenizer import tokenizer_name
-from launcher.data.tokenizer_files import limit_pixels
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
 from launcher.models.adapted import ids_of_adapter
@@ -31,9 +30,9 @@ from launcher.models.build import auto_class
 from launcher.models.config_files import problems_of_older_readers
 from launcher.models.description import describe, is_classifier, text_config
 from launcher.models.hugging_face_files import PROCESSOR, exported_tensors
-from launcher.models.images import features_of
 from launcher.models.new_rows import grow_vocabulary
 from launcher.models.safetensors_files import ADAPTER, ADAPTER_CONFIG, open_files, open_folder
+from launcher.models.towers import features_of
 from launcher.reliability.json_files import Json
 from launcher.sources.hub import CHAT_TEMPLATE
 
@@ -66,19 +65,19 @@ def verify_export(
     set_stop_tokens(stored.model, prompts.ends, tokenizer_name(recipe.data, recipe.model))
     differences, dtype = _compare_tensors(stored, out)
     differences += problems_of_older_readers(out)
-    kept = tokenizer_to_keep(recipe.data, recipe.model, recipe.images, prompts)
+    kept = tokenizer_to_keep(recipe.data, recipe.model, recipe.attachments, prompts)
     tokenizer = None if kept is None else kept.tokenizer
     model = stored.load()
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(describe(model).vocabulary or 1, _SHAPE, generator=generator)
-    images = images_of(recipe.images, recipe.model)
+    modalities = attachments_of(recipe.attachments, recipe.model).modalities
     adapter = (out / ADAPTER_CONFIG).is_file()
-    seen = {} if images is None else example_image(images.rows)
+    seen = {modality.kind: modality.example_arrays() for modality in modalities}
     wanted, facts = _logits(model, ids, seen), _facts(model, tokenizer)
     config: Any = model.config
     path = config.name_or_path
     if path:
-        facts |= _processor(Path(path), None if kept is None else kept.max_pixels)
+        facts |= _processor(Path(path), () if kept is None else kept.modalities)
         if adapter:  # whose folder has no config, from which AutoProcessor may take its class
             facts.pop("AutoProcessor", None)
     options: dict[str, Any] = {}
@@ -142,12 +141,14 @@ def _compare_tensors(stored: StoredModel, out: Path) -> tuple[list[str], torch.d
 
 
 @torch.no_grad()
-def _logits(model: Any, ids: torch.Tensor, image: Arrays) -> torch.Tensor:
+def _logits(model: Any, ids: torch.Tensor, seen: Mapping[str, Arrays]) -> torch.Tensor:
     """Computes the logits row by row, so that a classifier needs no padding; after them the features
-    of an image, if there is one."""
-    logits = [model(input_ids=row[None]).logits for row in ids]
-    features = features_of(model, {name: torch.from_numpy(array) for name, array in image.items()})
-    return torch.cat([part.float().flatten() for part in (*logits, *features)])
+    of attachments, by their kinds."""
+    parts = [model(input_ids=row[None]).logits for row in ids]
+    for kind, arrays in seen.items():
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        parts += features_of(model, kind, tensors)
+    return torch.cat([part.float().flatten() for part in parts])
 
 
 def _facts(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Json:
@@ -178,10 +179,10 @@ def _load_exported(
     options: dict[str, Any],
     has_tokenizer: bool,
     trust_remote_code: bool,
-    seen: Arrays,
+    seen: Mapping[str, Arrays],
 ) -> tuple[torch.Tensor, Json]:
     """The logits and the facts of an exported folder, which a class of transformers loads. seen: what
-    a model of the run takes of the image."""
+    a model of the run takes of an attachment of each kind."""
     import transformers
 
     options["dtype"] = torch.float32
@@ -209,22 +210,23 @@ def _load_exported(
             out, local_files_only=True, trust_remote_code=trust_remote_code
         )
     if seen and not adapter:  # an adapter's folder has no config, which it needs
-        seen = example_image(RowImages(str(out)))
+        exported = [each.of_export(out, None) for each in MODALITIES if each.kind in seen]
+        seen = {modality.kind: modality.example_arrays() for modality in exported}
     return _logits(model, ids, seen), _facts(model, tokenizer) | _processor(out)
 
 
-def _processor(folder: Path, max_pixels: int | None = None) -> Json:
-    """The processor of a model of images and text: its files, with this limit of an image's pixels,
-    and the class that loads them."""
+def _processor(folder: Path, modalities: Iterable[Modality] = ()) -> Json:
+    """The processor of a model of more than text: its files, with the limits of these modalities, and
+    the class that loads them."""
     from transformers import AutoProcessor
 
     files = sorted(file for pattern in PROCESSOR for file in folder.glob(pattern))
     # The chat template is that of the run, which is compared as the tokenizer's
     files = [file for file in files if file.name != CHAT_TEMPLATE]
     facts: Json = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in files}
-    if max_pixels is not None:
-        for content in facts.values():
-            limit_pixels(content, max_pixels)
+    for modality in modalities:
+        for content in facts.values() if modality.limited else ():
+            modality.limit_file(content)
     if files:
         try:
             loaded: object = AutoProcessor.from_pretrained(

@@ -19,6 +19,7 @@ from launcher.cli.requests import Terminated
 from launcher.console import configure_logging
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.recipe.functions import TRUST_HELP
+from launcher.recipe.layouts import ATTACHMENTS, with_article
 from launcher.sources.hub import is_model_id, model_folder, no_such_name
 
 if TYPE_CHECKING:
@@ -95,7 +96,9 @@ def chat(
     if model.template is None and system is not None:
         raise RecipeError("command line: system: needs a chat template")
     system = model.system if system is None else system
-    shows = "; /image PATH shows an image with the next line" if model.sees_images else ""
+    shows = "".join(
+        f"; /{kind} PATH shows {with_article(kind)} with the next line" for kind in model.seen
+    )
     print(f"{folder}: {model.format_text(system)}{shows}", file=sys.stderr)
     _talk(model, Sampling(max_new_tokens, temperature, top_p), system)
     return EXIT_DONE
@@ -120,6 +123,11 @@ def _find(name: str, step: int | None, held: contextlib.ExitStack) -> tuple[Path
     raise RecipeError(f"command line: {no_such_name('folder', name)}")
 
 
+def _kind_shown(line: str) -> str | None:
+    """The kind of the attachment that a line shows, `/image PATH`; None: it shows none."""
+    return next((kind for kind in ATTACHMENTS if line.split(maxsplit=1)[:1] == [f"/{kind}"]), None)
+
+
 def _talk(model: ChatModel, sampling: Sampling, system: str | None) -> None:
     from launcher.data.messages import RowError
 
@@ -142,11 +150,11 @@ def _talk(model: ChatModel, sampling: Sampling, system: str | None) -> None:
             continue
         if line == "/reset":
             messages, shown = list(start), []
-        elif line.split(maxsplit=1)[:1] == ["/image"]:
+        elif (kind := _kind_shown(line)) is not None:
             try:
-                part, about = model.image(_path(line.removeprefix("/image").strip()))
+                part, about = model.attachment(kind, _path(line.removeprefix(f"/{kind}").strip()))
             except RowError as error:
-                if not sys.stdin.isatty():  # the next line would ask about another image
+                if not sys.stdin.isatty():  # the next line would ask about another attachment
                     raise RecipeError(f"{line}: not shown: {error}") from None
                 print(f"not shown: {error}", file=sys.stderr)
                 continue

@@ -7,7 +7,7 @@ command: its arguments and the terminal.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,13 @@ from launcher.checkpoint.export import (
     prompts_of,
     recipe_of,
 )
+from launcher.data.attachment_inputs import MODALITIES, ModelAttachments, own_attachments
 from launcher.data.chat_template import ChatTemplate
-from launcher.data.collation import TextInputs
+from launcher.data.collation import RowInputs
 from launcher.data.encoder import encode_prompt, make_encoder
-from launcher.data.image_inputs import images_of, own_inputs
-from launcher.data.images import RowImages
 from launcher.data.loader import to_device
 from launcher.data.messages import Message, RowError
+from launcher.data.modality import Modality
 from launcher.data.rendering import load_template
 from launcher.data.run_data import set_stop_tokens
 from launcher.data.template_marks import today, uses_date
@@ -40,16 +40,14 @@ from launcher.data.tokenizer import (
     load_tokenizer,
     tokenizer_name,
 )
-from launcher.data.tokenizer_files import pixel_limit
 from launcher.errors import RecipeError
 from launcher.models.description import text_config
 from launcher.models.hugging_face_files import end_ids
 from launcher.models.safetensors_files import ADAPTER_CONFIG
 from launcher.recipe import schema
 from launcher.recipe.decode import shown
-from launcher.recipe.layouts import KINDS
+from launcher.recipe.layouts import ATTACHMENTS, KINDS, with_article
 from launcher.recipe.load import recorded_recipe
-from launcher.sources.hub import model_folder
 
 _COLDEST = 1e-4
 """At a lower temperature the most likely token is taken: logits / temperature could overflow."""
@@ -75,18 +73,16 @@ class ChatModel:
         tokenizer: str,
         template: ChatTemplate | None,
         system: str | None,
-        images: RowImages,
+        modalities: Iterable[Modality],
     ) -> None:
-        """Without a template it completes texts. system: the run's system prompt. images: with which
-        processor it sees images, if it is a model of images and text."""
+        """Without a template it completes texts. system: the run's system prompt. modalities: how it
+        sees attachments, if it takes any."""
         self.template, self.system = template, system
-        self._inputs, self._why_no_images = TextInputs(length=0), ""
+        self._attachments, self._why_none = ModelAttachments(), ""
         try:
-            self._inputs = own_inputs(stored.model, images)
+            self._attachments = own_attachments(stored.model, modalities)
         except RecipeError as error:  # such as a package that is missing; it still reads text
-            self._why_no_images = str(error)
-        if template is None:
-            self._why_no_images = "an image needs a chat template, which shows it"
+            self._why_none = str(error)
         self._decoder: Any = hugging_face_tokenizer(tokenizer)
         self._tokenizer: Tokenizer = load_tokenizer(tokenizer)
         self._stored, self._model = stored, stored.model
@@ -109,31 +105,37 @@ class ChatModel:
         return f"each line is a turn of the chat template: {shown(repr(prompt), 400)}"
 
     @property
-    def sees_images(self) -> bool:
-        """Whether messages may show images."""
-        return self.template is not None and self._inputs.row_images is not None
+    def seen(self) -> dict[str, Modality]:
+        """The attachments that messages may show, by kind."""
+        shown = () if self.template is None else self._attachments.modalities
+        return {modality.kind: modality for modality in shown}
 
-    def image(self, path: str) -> tuple[Message, str]:
-        """The part of a message that shows the image of a file, and a text about it. Raises RowError
-        if it cannot be shown."""
-        if self._why_no_images:
-            raise RowError(self._why_no_images)
-        if self.sees_images and not path:
+    def attachment(self, kind: str, path: str) -> tuple[Message, str]:
+        """The part of a message that shows a file, and a text about it. Raises RowError if it cannot be
+        shown."""
+        if self.template is None:
+            raise RowError(f"{with_article(kind)} needs a chat template, which shows it")
+        if self._why_none:
+            raise RowError(self._why_none)
+        if kind not in self.seen:
+            raise RowError(f"the model takes no {ATTACHMENTS[kind]}")
+        if not path:
             raise RowError("the path of a file must follow")
-        return self._inputs.message_part(path)
+        return self.seen[kind].message_part(path)
 
     def _prompt(self, messages: list[Message]) -> dict[str, torch.Tensor]:
         """What the model takes of the conversation to continue. Raises RowError if the template
         refuses it, RecipeError if it is empty."""
         if self.template is None:
             text = self._tokenizer.ids([messages[-1]["content"]])[0]
-            ids, images = np.append(np.array(self._tokenizer.begin, text.dtype), text), None
+            ids, attached = np.append(np.array(self._tokenizer.begin, text.dtype), text), None
         else:
-            ids, images = encode_prompt(messages, self.template, self._inputs.row_images)
+            ids, attached = encode_prompt(messages, self.template, self._attachments.modalities)
         if not len(ids):
             raise RecipeError("it is empty")
-        document, piece = one_document(ids, images), (0, 0, len(ids))
-        return dict(self._inputs.of_prompts(ids[None], document, [[piece]]).micro_batch.inputs)
+        document, piece = one_document(ids, attached), (0, 0, len(ids))
+        inputs = RowInputs(length=0, attachments=self._attachments)
+        return dict(inputs.of_prompts(ids[None], document, [[piece]]).micro_batch.inputs)
 
     def answer(
         self, messages: list[Message], sampling: Sampling, write: Callable[[str], None]
@@ -195,9 +197,9 @@ def open_chat_model(
         if plain is None:
             plain = not _with_template(recipe.data, prompts.template)
         template = None if plain else _template_of(recipe.data, name, prompts.template or None)
-        images = images_of(recipe.images, recipe.model)
-        rows = RowImages(recipe.model.path or "") if images is None else images.rows
-        return ChatModel(stored, name, template, recipe.data.system, rows)
+        sections, path = recipe.attachments, recipe.model.path or ""
+        modalities = [each.of(sections.get(each.kind), path) for each in MODALITIES]
+        return ChatModel(stored, name, template, recipe.data.system, modalities)
     stored, name = open_exported_weights(folder), str(folder)
     _check(stored, folder, name)
     if (folder / "generation_config.json").is_file():  # also of an adapter
@@ -205,24 +207,16 @@ def open_chat_model(
 
         stored.model.generation_config = GenerationConfig.from_pretrained(folder)
     tokenizer = hugging_face_tokenizer(name)
+    base = base_of_adapter(folder) if (folder / ADAPTER_CONFIG).is_file() else None
+    modalities = [modality.of_export(folder, base) for modality in MODALITIES]
     data = _data_of_run(folder)
     if plain is None:
         plain = not tokenizer.chat_template or (data is not None and not _has_turns(data))
     if plain or data is None or not _has_turns(data):
         template = None if plain else ChatTemplate(tokenizer, name, None)
-        return ChatModel(stored, name, template, None, _images_of_export(folder))
+        return ChatModel(stored, name, template, None, modalities)
     template = _template_of(data, name, None)  # the export has the trained template
-    return ChatModel(stored, name, template, data.system, _images_of_export(folder))
-
-
-def _images_of_export(folder: Path) -> RowImages:
-    """The processor of an exported folder; for an adapter that of its base model, with the limit of
-    pixels that is beside the adapter."""
-    if not (folder / ADAPTER_CONFIG).is_file():
-        return RowImages(str(folder))
-    base = base_of_adapter(folder)
-    limits = [pixel_limit(where) for where in (folder, model_folder(base, key="command line"))]
-    return RowImages(base, limits[0] if limits[0] != limits[1] else None)
+    return ChatModel(stored, name, template, data.system, modalities)
 
 
 def _data_of_run(export: Path) -> schema.Data | None:

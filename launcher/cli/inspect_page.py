@@ -34,8 +34,9 @@ from launcher.data.token_store import store_rows
 from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
-from launcher.objectives.base import count_images, dataset_objective
+from launcher.objectives.base import count_attachments, dataset_objective
 from launcher.objectives.make import make_objective
+from launcher.recipe.layouts import ATTACHMENTS
 from launcher.recipe.schema import Batch, Recipe
 from launcher.run.sizes import model_inputs
 from launcher.sources.finding import find_parts
@@ -50,7 +51,7 @@ _STREAMED = 1000
 """Rows of a stream that are inspected."""
 _BAR = 44
 _THUMBNAIL = 240
-"""Most pixels of a side of an image in the HTML page."""
+"""Most pixels of a side of a picture in the HTML page."""
 _HTML = """\
 <!doctype html>
 <html lang="en">
@@ -93,7 +94,7 @@ def print_page(
     html: Path | None = None,
 ) -> None:
     """Prints samples, totals and histograms of sets, which are given by their names. html: a file
-    to which they are also written, with the images. Raises RecipeError."""
+    to which they are also written, with pictures. Raises RecipeError."""
     data, seed = recipe.data, recipe.run.seed
     opened = {part: _open(recipe, files) for part, files in sets.items()}
     validates = any(files.validation or files.held_out for files in sets.values())
@@ -147,7 +148,9 @@ def _open(recipe: Recipe, files: DataFiles) -> SequenceDataset:
         )
         assert not isinstance(opened, MixtureDataset)  # of one set
         return opened
-    encoder = make_encoder(data.kind, data, tokenizer=tokenizer, images=model.row_images)
+    encoder = make_encoder(
+        data.kind, data, tokenizer=tokenizer, modalities=model.attachments.modalities
+    )
     most = data.max_document_bytes
     notes: list[str] = []
     parts = find_parts(patterns, kind=data.kind, max_document=most, notes=notes)
@@ -257,7 +260,7 @@ class Span(NamedTuple):
 
 def spans(ids: Sequence[int], loss: Sequence[bool], decoder: Decoder) -> Iterator[Span]:
     """Spans of tokens with and without loss; a special token is a span of its own, and so are equal
-    ones in a row, such as those of an image."""
+    ones in a row, such as those of an attachment."""
     sorts = [
         (learned, token if token in decoder.special else None)
         for token, learned in zip(ids, loss, strict=True)
@@ -318,7 +321,7 @@ class Page:
         assert self._html is not None
         escaped = html_text.escape(title).replace("{", "{{").replace("}", "}}")
         text = self._html.export_html(code_format=_HTML.format(title=escaped))
-        # rich knows links, but no images
+        # rich knows links, but no pictures
         link = r'<a class="\w+" href="(data:image[^"]*)">(.*?)</a>'
         text = re.sub(link, r'<img src="\1" alt="">\2', text)
         try:
@@ -359,7 +362,7 @@ class Page:
     ) -> None:
         """Prints up to `most` tokens of a sample as text, document by document."""
         row, store = dataset[index], dataset.store
-        if "error" in row:  # an image has changed since its row was tokenized
+        if "error" in row:  # an attachment has changed since its row was tokenized
             raise RecipeError(f"data: {row['error']}")
         pieces, ids = list(dataset.pieces(index)), row["input_ids"]
         facts = _describe(row, labels)
@@ -389,9 +392,8 @@ class Page:
                 self._print(_marked(spans(decoded, loss[first : first + len(decoded)], decoder)))
                 first = last
             shown += end - start
-            beside = dataset.inputs.beside_text(store, start, end).values()
-            for line, picture in (one.shown() for found in beside for one in found):
-                self.line(line, picture, "cyan")
+            for one in store.attachments_between(start, end):
+                self.line(*one.shown(), "cyan")
             if after and shown <= most:
                 cut = dataset.sequences.cut_documents
                 where = "are cut off" if cut else "of it come after these"
@@ -464,7 +466,8 @@ def _facts(dataset: SequenceDataset, *, padding: str) -> dict[str, str]:
     if dataset_objective(dataset).targets_are_fixed:
         trained = sequences.targets
         with_loss = f"{trained:,}  ({trained / tokens:.1%})"
-    images, lost_images = count_images(dataset)
+    none = dict.fromkeys(ATTACHMENTS.values(), (0, 0))
+    attachments = none | count_attachments(dataset)
     median, most = np.quantile(lengths, [0.5, 0.9], method="nearest").tolist()
     many, one = dataset.unit, dataset.unit.removesuffix("s")
     measured = f"a {one}" if one == "document" else f"an {one}" if one == "answer" else _LONGER
@@ -480,11 +483,17 @@ def _facts(dataset: SequenceDataset, *, padding: str) -> dict[str, str]:
         **sequences_of,
         "tokens in them": f"{tokens:,}",
         "tokens with loss": with_loss,
-        "images": f"{images:,}" if images or lost_images else "",
+        **{
+            nouns: f"{used:,}" if used or lost else ""
+            for nouns, (used, lost) in attachments.items()
+        },
         "padding": padding,
         "documents that continue in another sequence": _some(sequences.split_documents),
         "documents that lose their end": lost if sequences.cut_documents else "",
-        "images that are dropped or cut off": _some(lost_images),
+        **{
+            f"{nouns} that are dropped or cut off": _some(lost)
+            for nouns, (_, lost) in attachments.items()
+        },
         f"{many} without loss, dropped": _some(sequences.dropped_documents),
         f"{dataset.unit} longer than a sequence, dropped": _some(sequences.long_documents),
         "rows skipped": _some(len(dataset.skipped)),
@@ -492,7 +501,7 @@ def _facts(dataset: SequenceDataset, *, padding: str) -> dict[str, str]:
 
 
 def _data_uri(picture: PIL.Image.Image) -> str:
-    """A small copy of an image, for a page."""
+    """A small copy of a picture, for a page."""
     picture, stream = picture.copy(), io.BytesIO()
     picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
     picture.save(stream, format="PNG")

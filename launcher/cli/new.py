@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -23,7 +23,14 @@ from launcher.console import bytes_as_text, program, two_digits, working
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError, suggestion
 from launcher.planner.formatting import speed_text
 from launcher.planner.machine import Machine
-from launcher.recipe.layouts import TOKEN_KINDS, guess, has_content, lost_meaning, no_layout
+from launcher.recipe.layouts import (
+    ATTACHMENTS,
+    TOKEN_KINDS,
+    guess,
+    has_content,
+    lost_meaning,
+    no_layout,
+)
 from launcher.recipe.load import load_recipe
 from launcher.recipe.model_config import quantization, why_not_dequantized, why_not_packed
 from launcher.recipe.schema import Recipe
@@ -147,8 +154,8 @@ def new(
     machine, notes = machine_to_plan(gpu, gpus, nodes=nodes, others=", or cpu")
     if notes and machine.device == "cpu":
         print(*notes, sep="\n", file=sys.stderr)
-    kind, images = _kind(data, method)
-    wanted = Wanted(model, data, kind, method, sequence_length, images)
+    kind, attachments = _kind(data, method)
+    wanted = Wanted(model, data, kind, method, sequence_length, attachments)
     draft = load_text(wanted.text(machine), machine)
 
     from launcher.planner.search import search_configurations
@@ -204,24 +211,24 @@ def load_text(text: str, machine: Machine) -> Recipe:
             raise RecipeError(list(lines)) from None
 
 
-def _kind(data: str, method: str) -> tuple[str, bool]:
-    """data.kind, and whether rows have images, by the first row of the data. Raises RecipeError if
-    the method is for others."""
+def _kind(data: str, method: str) -> tuple[str, list[str]]:
+    """data.kind, and the kinds of attachments of rows, by the first row of the data. Raises
+    RecipeError if the method is for others."""
     first = first_row([data], hub=True)
     if first is None:
         if (file := rows_as_text([data])) is not None:
             what = "its lines are JSON objects, and its name says that it is text: name it .jsonl"
             raise RecipeError(f"command line: data={data}: {file}: {what}")
-        return "text", False
+        return "text", []
     row, where = first[1], f"command line: data={data}"
     wanted = (_ROWS[method][0],) if method in _ROWS else TOKEN_KINDS
     found = guess(row, {}, kinds=wanted)
     if found is None:
         what = "a recipe of yours can name them (docs/data.md)"
         raise RecipeError(f"{where}: {no_layout(row, {})}; {what}")
-    column = found.get("images")
-    images = column is not None and has_content(row.get(column))
-    if (problem := lost_meaning(row, found, images=images)) is not None:
+    columns = {kind: found.get(nouns) for kind, nouns in ATTACHMENTS.items()}
+    seen = [kind for kind, column in columns.items() if column and has_content(row.get(column))]
+    if (problem := lost_meaning(row, found, attachments=seen)) is not None:
         raise RecipeError(f"{where}: {problem}; a recipe of yours can have that key (docs/data.md)")
     kind = found.layout.kind
     if kind not in wanted:
@@ -230,7 +237,7 @@ def _kind(data: str, method: str) -> tuple[str, bool]:
         else:
             what = "chosen and rejected are for method=dpo"
         raise RecipeError(f"{where}: columns {', '.join(row)}: {what}")
-    return kind, images
+    return kind, seen
 
 
 def plannable(recipe: Recipe) -> tuple[Recipe, str]:
@@ -271,8 +278,8 @@ class Wanted:
     method: str
     sequence_length: int | None
     """None: as many tokens as the longest row needs."""
-    images: bool = False
-    """Whether rows have images."""
+    attachments: Sequence[str] = ()
+    """The kinds of attachments of rows."""
     choices: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """Override and reason of each size that the rows decide, by key; none yet: it is `auto`."""
 
@@ -321,9 +328,9 @@ class Wanted:
                 lines.append(f"activation_checkpointing: {mode}")
         lines += [
             *(
-                ["images: {train: none}  # or projector, or all: docs/images.md"]
-                if self.images
-                else ()
+                f"{nouns}: {{train: none}}  # or projector, or all: docs/{nouns}.md"
+                for kind, nouns in ATTACHMENTS.items()
+                if kind in self.attachments
             ),
             *([section] if section else ()),
             "optimizer:",

@@ -146,7 +146,7 @@ def _open(run: Path, recipe: Recipe) -> RunData:
     import torch
 
     from launcher.checkpoint.reader import read_state
-    from launcher.data.image_inputs import images_of
+    from launcher.data.attachment_inputs import attachments_of
     from launcher.data.run_data import open_run_data
     from launcher.data.token_store import ModelInputs
     from launcher.data.tokenizer import tokenizer_name
@@ -166,7 +166,7 @@ def _open(run: Path, recipe: Recipe) -> RunData:
         objective=make_objective(recipe, trained=False),
         model=ModelInputs(
             tokenizer=tokenizer_name(data, recipe.model),
-            images=images_of(recipe.images, recipe.model),
+            attachments=attachments_of(recipe.attachments, recipe.model),
         ),
         ranks=alone,
         build=True,
@@ -218,7 +218,7 @@ def _losses(
     from launcher.data.collation import raise_error
     from launcher.data.loader import to_device
     from launcher.data.messages import RowError
-    from launcher.models.images import use_images
+    from launcher.models.towers import use_towers
     from launcher.objectives.base import dataset_objective
     from launcher.objectives.make import make_objective
 
@@ -232,8 +232,8 @@ def _losses(
                 weights: Any = open_checkpoint_weights(checkpoint, trust_run=trust_run)
             elif (run / "hf").is_dir():
                 weights = open_exported_weights(run / "hf")
-                if recipe.images is not None:
-                    use_images(weights.model, "none", {})
+                if recipe.attachments:
+                    use_towers(weights.model, dict.fromkeys(recipe.attachments, "none"))
             else:
                 raise RecipeError(f"command line: --loss: {run} has neither a checkpoint nor hf/")
             model, losses = weights.load(device), []
@@ -249,12 +249,13 @@ def _losses(
     for row in rows:
         dataset, sample = row.dataset, row.sample
         if row.of is not None:  # data of a builder has an objective of its own
-            inputs = dataset.inputs.of_model(model)
+            attachments = dataset.inputs.attachments.of_model(model)
+            inputs = dataclasses.replace(dataset.inputs, attachments=attachments)
             dataset = dataclasses.replace(dataset, objective=objective, inputs=inputs)
             start = int(dataset.store.offsets[row.document]) + row.first
             piece = row.document, start, start + len(sample["input_ids"])
             try:
-                sample = inputs.complete(sample, dataset.store, [piece])
+                sample = attachments.complete(sample, dataset.store, [piece])
             except RowError as error:
                 raise RecipeError(f"{row.where}: {error}") from None
         collated = raise_error(dataset.collate([sample]))
@@ -282,7 +283,7 @@ def _print_rows(rows: list[TrainedRow], losses: list[float] | None, recipe: Reci
             tokens = f"{row.of:,}"
             if len(ids) < row.of:
                 tokens = f"{row.first:,}-{row.first + len(ids) - 1:,} of {tokens}"
-            # The tokens of an image stand there once
+            # The tokens of an attachment stand there once
             runs = ([token] if token in decoder.special else run for token, run in groupby(ids))
             first = list(islice(chain.from_iterable(runs), _PREVIEW))
             text = decoder.text(first) if row.question is None else row.question

@@ -14,12 +14,13 @@ import json
 import logging
 import os
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from launcher.data.attachments import Placed
 from launcher.data.messages import (
     Message,
     NotAsServedError,
@@ -115,13 +116,30 @@ class Rendered:
     """The last turn ends the conversation."""
     weight: float | None = None
     """Of each token with loss (data.weights_column); None: 1."""
-    images: tuple[Any, ...] = ()
-    """Of each image the number of its tokens, their grid, its source, and the checksum of its file."""
+    attachments: tuple[Placed, ...] = ()
+    """In the order of their places, of each kind."""
+
+    def expanded(
+        self, placeholder: str, texts: Sequence[str], attachments: Iterable[Placed]
+    ) -> Rendered:
+        """The conversation with these texts in the places of the placeholder, and with the
+        attachments that they stand for."""
+        marks = [match.start() for match in re.finditer(re.escape(placeholder), self.text)]
+        starts = np.array(marks, dtype=np.int64)
+        grown = np.cumsum([0, *(len(text) - len(placeholder) for text in texts)])
+
+        def moved(offset: int) -> int:
+            return offset + int(grown[np.searchsorted(starts, offset)])
+
+        replacements = iter(texts)
+        text = re.sub(re.escape(placeholder), lambda _: next(replacements), self.text)
+        turns = [replace(turn, start=moved(turn.start), end=moved(turn.end)) for turn in self.turns]
+        return replace(self, text=text, turns=turns, attachments=(*self.attachments, *attachments))
 
 
 def read_template(value: str) -> str:
-    """The chat template of a name or in a file: its text, or the `chat_template` of JSON, as
-    processors of images have it. Raises RecipeError."""
+    """The chat template of a name or in a file: its text, or the `chat_template` of JSON, as processors
+    have it. Raises RecipeError."""
     file = template_file(value)
     if os.path.exists(file) and not os.path.isfile(file):  # a pipe would block
         raise RecipeError(f"data.chat_template: {file}: is not a regular file")

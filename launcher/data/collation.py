@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from launcher.data.messages import Message, RowError
+from launcher.data.attachment_inputs import TEXT_ALONE, ModelAttachments
+from launcher.data.attachment_inputs import Sample as Sample
 from launcher.errors import RecipeError
 from launcher.models.documents import documents_at
 from launcher.models.micro_batch import IGNORED, WHOLE_ROW, Masking, MicroBatch, RowPart
 
-Sample = dict[str, npt.NDArray[Any]]
 Integers = npt.NDArray[np.integer[Any]]
 Piece = tuple[npt.NDArray[Any], ...]
 """Ids and targets of a run of tokens of one document, and perhaps the weights of the targets."""
@@ -38,8 +38,8 @@ class Collated:
     """The sum of the weights of the targets; None: each counts 1."""
     squared_lengths: int = 0
     """The sum over the documents of their squared lengths in tokens."""
-    image_operations: int = 0
-    """Floating-point operations of the tower of images, forward and backward."""
+    tower_operations: int = 0
+    """Floating-point operations of the towers of attachments, forward and backward."""
     documents: Integers | None = None
     """The numbers of the documents of the store whose answers are scored, in their order."""
     shard_positions: Mapping[int, Any] = field(default_factory=dict)
@@ -93,9 +93,8 @@ def padded_width(longest: int, *, length: int, width_multiple: int) -> int:
 
 
 @dataclass(frozen=True)
-class TextInputs:
-    """What a model takes of rows, and how samples of them become a micro-batch. Rows of this class are
-    text; `ImageInputs` is the kind for rows with images."""
+class RowInputs:
+    """What a model takes of rows, and how samples of them become a micro-batch."""
 
     length: int
     """Most tokens of a row (data.sequence_length)."""
@@ -112,6 +111,8 @@ class TextInputs:
     """The model's id for padding."""
     width_multiple: int = 1
     """See `ModelInputs`."""
+    attachments: ModelAttachments = TEXT_ALONE
+    """How it takes what rows have beside text."""
 
     def width(self, longest: int) -> int:
         """Tokens of a row that is padded to the longest one of its micro-batch."""
@@ -127,66 +128,41 @@ class TextInputs:
         how = {"mask": "a mask", "varlen": "variable-length attention"}[self.masking]
         return how + (", and one by one in recurrent layers" if self.recurrent else "")
 
-    @property
-    def row_images(self) -> Any:
-        """The `RowImages` of the rows; None: they are text."""
-        return None
-
-    @property
-    def given_tokens(self) -> list[int]:
-        """The tokens that stand for what rows have beside text. An answer has none of them."""
-        return []
-
-    def of_model(self, model: Any) -> TextInputs:
-        """The same for a changed model, which says how it takes what rows have beside text."""
-        return self
-
-    def beside_text(self, store: Any, start: int, end: int) -> dict[str, list[Any]]:
-        """What is beside text in a range of a `TokenStore`, by its kind, such as `StoredImage`s."""
-        return {}
-
-    def message_part(self, path: str) -> tuple[Message, str]:
-        """The part of a message that shows a file, and a line about it. Raises RowError."""
-        raise RowError("the model takes no images")
-
-    def complete(
-        self, sample: Sample, store: Any, pieces: Iterable[tuple[int, int, int]]
-    ) -> Sample:
-        """The sample with what its documents have beside text. pieces: see
-        `SequenceDataset.pieces`. Raises RowError if that cannot be read."""
-        return sample
-
     def joined_row(self, samples: Sequence[Sample]) -> Sample:
         """One row of several samples."""
-        return {
+        starts = np.cumsum([0, *(len(sample["input_ids"]) for sample in samples)]).tolist()
+        row: dict[str, Any] = {
             name: np.concatenate([sample[name] for sample in samples], axis=-1)
             for name in samples[0]
+            if name != "attachments"
         }
-
-    def filled(self, sample: Sample) -> Sample:
-        """A sample without data, with as much beside text as its tokens can be."""
-        return sample
+        if "attachments" in samples[0]:
+            pairs: Any = zip(samples, starts, strict=False)
+            row["attachments"] = [
+                one.moved(start) for sample, start in pairs for one in sample["attachments"]
+            ]
+        return row
 
     def of_prompts(
         self, ids: Integers, store: Any, pieces: Sequence[Sequence[tuple[int, int, int]]]
     ) -> Collated:
         """A micro-batch of rows that are answered: `collate`, also where rows are packed or divided.
         ids: (rows, tokens), which begin with the pieces of a store, and have room for answers.
-        Raises RowError as `complete`."""
+        Raises RowError if an attachment cannot be read."""
         samples = [
-            self.complete(make_sample([(row, np.full(len(row), IGNORED))]), store, own)
+            self.attachments.complete(make_sample([(row, np.full(len(row), IGNORED))]), store, own)
             for row, own in zip(ids, pieces, strict=True)
         ]
         alone = replace(self, length=ids.shape[1], packed=False, part=WHOLE_ROW, width_multiple=1)
         return alone.collate(samples)
 
     def collate(self, rows: list[Sample], *, several_documents: bool = False) -> Collated:
-        """See `collate_sequences`. several_documents: a row holds several documents even if it is
-        padded to the longest one."""
+        """See `collate_sequences`; with the attachments of the rows. several_documents: a row holds
+        several documents even if it is padded to the longest one."""
         length, packed = self.length, self.packed
         if (several_documents or self.joined) and not packed:
             length, packed = self.width_of(rows), True
-        return collate_sequences(
+        made = collate_sequences(
             rows,
             length=length,
             packed=packed,
@@ -195,6 +171,8 @@ class TextInputs:
             part=self.part,
             width_multiple=self.width_multiple,
         )
+        micro_batch, operations = self.attachments.attached(made.micro_batch, rows, self.part)
+        return replace(made, micro_batch=micro_batch, tower_operations=operations)
 
 
 def collate_sequences(

@@ -16,8 +16,8 @@ from launcher.data.collation import (
     EMPTY,
     Collated,
     Piece,
+    RowInputs,
     Sample,
-    TextInputs,
     Unreadable,
     make_sample,
 )
@@ -56,7 +56,7 @@ class SampleMaker(Protocol):
 
     def sample(self, dataset: SequenceDataset, index: int) -> Sample: ...
 
-    def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated: ...
+    def collate(self, rows: list[Sample], inputs: RowInputs) -> Collated: ...
 
     def sources(self, of: list[Integers]) -> torch.Tensor: ...
 
@@ -72,7 +72,7 @@ class SequenceDataset:
     store: TokenStore
     sequences: Sequences
     objective: SampleMaker
-    inputs: TextInputs
+    inputs: RowInputs
     documents: Integers | None = None
     """The numbers of the documents of the store that are packed; None: all."""
 
@@ -86,7 +86,7 @@ class SequenceDataset:
             return joined_row([self[each] for each in index or (NO_SAMPLE,)], self.inputs)
         sample = self.objective.sample(self, index)
         try:
-            return self.inputs.complete(sample, self.store, self.pieces(index))
+            return self.inputs.attachments.complete(sample, self.store, self.pieces(index))
         except RowError as error:
             return {**sample, "error": str(error)}  # type: ignore[dict-item]
 
@@ -244,7 +244,7 @@ class SequenceDataset:
         return lines
 
 
-def joined_row(samples: list[Sample], inputs: TextInputs) -> Sample:
+def joined_row(samples: list[Sample], inputs: RowInputs) -> Sample:
     """One row of several samples. `error`: that of the first sample that has one."""
     failed = next((sample for sample in samples if "error" in sample), None)
     return inputs.joined_row(samples) if failed is None else failed

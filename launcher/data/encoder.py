@@ -7,12 +7,19 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
 
+from launcher.data.attachments import (
+    Attachments,
+    Placed,
+    Source,
+    attachment_table,
+    join_attachments,
+)
 from launcher.data.chat_template import ChatTemplate, Rendered, read_template
 from launcher.data.columns import (
     Weights,
@@ -23,8 +30,6 @@ from launcher.data.columns import (
     read_value,
     read_weights,
 )
-from launcher.data.image_processor import Images, join_images, load_processor, processor_identity
-from launcher.data.images import ImageSource, RowImages, place_images
 from launcher.data.messages import (
     Message,
     NotAsServedError,
@@ -33,6 +38,7 @@ from launcher.data.messages import (
     encodable,
     instruction,
     parsed_messages,
+    plain_content,
     read_calls,
     read_history,
     read_list,
@@ -40,7 +46,9 @@ from launcher.data.messages import (
     read_text,
     with_system,
 )
+from launcher.data.modality import Modality
 from launcher.data.pairs import different, pair_of_answers
+from launcher.data.placing import place
 from launcher.data.rendering import load_template, render, render_prompt, render_text
 from launcher.data.template_marks import today, uses_date
 from launcher.data.tokenizer import (
@@ -53,9 +61,11 @@ from launcher.data.tokenizer import (
     prints_date,
     tokenizer_identity,
 )
+from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.layouts import (
+    ATTACHMENTS,
     KINDS,
     Match,
     RowKind,
@@ -65,9 +75,9 @@ from launcher.recipe.layouts import (
     match_row,
     named_columns,
     no_layout,
-    picture_column,
     roles_of,
     typed,
+    unused_column_of,
     unused_columns,
     with_named_parts,
 )
@@ -105,8 +115,8 @@ class Document:
     """The weight of each token as a target; None: each counts 1."""
     margin: float | None = None
     """Of a pair: by how much the first answer should be better; None: the data does not say."""
-    images: Images | None = None
-    """The images of the row; None: it has none."""
+    attachments: Attachments | None = None
+    """None: the row is text."""
 
     @property
     def targets(self) -> Ids:
@@ -114,17 +124,17 @@ class Document:
         return self.ids if self.labels is None else self.labels
 
     def kept(self, most: int) -> int:
-        """Tokens that remain if the document is cut to `most`: of images only whole ones."""
-        if self.images is None:
+        """Tokens that remain if the document is cut to `most`: of attachments only whole ones."""
+        if self.attachments is None:
             return min(most, self.ids.size)
-        table, _ = self.images
+        table, _ = self.attachments
         return int(min([most, self.ids.size, *table["first"][table["end"] > most][:1]]))
 
-    def images_before(self, end: int) -> Images | None:
-        """The images before this token."""
-        if self.images is None:
+    def attachments_before(self, end: int) -> Attachments | None:
+        """The attachments before this token."""
+        if self.attachments is None:
             return None
-        table, data = self.images
+        table, data = self.attachments
         return table[table["end"] <= end], data
 
 
@@ -171,8 +181,8 @@ class Encoder:
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
     """Those of _SETTINGS that have another value than their default; and for kinds with a prompt and
     answers `prompt_format`, chat or text."""
-    images: RowImages | None = None
-    """None: rows are text."""
+    modalities: tuple[Modality, ...] = ()
+    """The attachments that rows may have beside text."""
 
     @property
     def text_column(self) -> str:
@@ -189,14 +199,18 @@ class Encoder:
         """Columns that are not used on purpose."""
         return self.settings.get("ignore_columns") or ()
 
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of attachments that rows may have."""
+        return [modality.kind for modality in self.modalities]
+
     def match(self, row: Values) -> Match:
         """The layout of a row. Raises RowError if none fits, or if a column that changes what the
         row means is not used."""
         found = match_row(row, self.columns, [self.kind], self.ignored)
         if found is None:
             raise RowError(no_layout(row, self.columns, self.kind, self.ignored))
-        sees = self.images is not None
-        if (problem := lost_meaning(row, found, self.ignored, images=sees)) is not None:
+        if (problem := lost_meaning(row, found, self.ignored, attachments=self.kinds)) is not None:
             raise RowError(problem)
         return found
 
@@ -214,8 +228,8 @@ class Encoder:
         tokenizer, template, *day = self.fingerprint().values()
         settings = [self.settings] if self.settings else []
         common = [self.kind, tokenizer, self.columns, self.labels, template, self.longest]
-        images = [] if self.images is None else processor_identity(self.images)
-        return [*common, *day, *settings, *images]
+        attachments = [part for modality in self.modalities for part in modality.identity()]
+        return [*common, *day, *settings, *attachments]
 
     def fingerprint(self) -> dict[str, str | None]:
         """Checksums of the tokenizer's files and of data.chat_template; and the date, if a template
@@ -263,14 +277,14 @@ class Encoder:
         RecipeError for a problem of the tokenizer.
         """
         read_row, encode = _functions(self.kind)
-        images = self.images
         for batch in in_batches(rows, most=batch_rows, size=lambda row: row.size):
             problems, usable = [row.problem for row in batch], []
             for index, row in enumerate(batch):
                 if row.values is not None:
                     encoder = self
-                    if images is not None:
-                        encoder = replace(self, images=images.of_file(row.part.name))
+                    if self.modalities:
+                        of_file = (each.of_file(row.part.name) for each in self.modalities)
+                        encoder = replace(self, modalities=tuple(of_file))
                     try:
                         values = with_named_parts(row.values, self.columns)
                         usable.append(read_row(encoder, values))
@@ -295,17 +309,19 @@ class Encoder:
 
 
 def encode_prompt(
-    messages: list[Message], template: ChatTemplate, images: RowImages | None
-) -> tuple[Ids, Images | None]:
-    """The tokens of a conversation that the assistant continues, and its images. images: None: it is
-    text. Raises RowError."""
-    placed, sources = place_images(messages, None, ".", placeholders=False)
-    rendered = render_prompt(template, placed)
-    processor = None if images is None else load_processor(images.processor, images.max_pixels)
-    if processor is not None:
-        rendered = processor.expand(rendered, sources)
+    messages: list[Message], template: ChatTemplate, modalities: Sequence[Modality]
+) -> tuple[Ids, Attachments | None]:
+    """The tokens of a conversation that the assistant continues, and its attachments. Raises
+    RowError."""
+    sources = list[list[Source]]()
+    for modality in modalities:
+        messages, found = place(messages, None, modality, placeholders=False)
+        sources.append(found)
+    rendered = render_prompt(template, messages)
+    for modality, found in zip(modalities, sources, strict=True):
+        rendered = modality.expand(rendered, found)
     [(ids, _)] = template.tokens([rendered])
-    return ids, None if processor is None else processor.table(ids, rendered.images)
+    return ids, _attachments_of(modalities, ids, rendered)
 
 
 PromptForm = Literal["messages", "instruction", "text"]
@@ -346,12 +362,7 @@ def last_question(encoder: Encoder, row: Values) -> str | None:
                 continue
             for message in reversed(_messages(encoder, value, column, turns=True)):
                 if message.get("role") == "user":
-                    content = message.get("content") or ""
-                    parts = [content] if isinstance(content, str) else content
-                    return " ".join(
-                        part if isinstance(part, str) else str(part.get("text", "<image>"))
-                        for part in parts
-                    )
+                    return plain_content(message.get("content") or "")
     return None
 
 
@@ -371,13 +382,12 @@ def make_encoder(
     data: schema.Data,
     *,
     tokenizer: str | None,
-    images: RowImages | None = None,
+    modalities: tuple[Modality, ...] = (),
 ) -> Encoder:
     """The encoder of `kind`, without the settings that it does not use: they must not change the
     store.
 
-    tokenizer is data.tokenizer, or the model's. images: None: rows are text. Raises RecipeError if
-    the chat template cannot be read.
+    tokenizer is data.tokenizer, or the model's. Raises RecipeError if the chat template cannot be read.
     """
     rows = KINDS[kind]
     file, template = data.chat_template, None
@@ -406,7 +416,7 @@ def make_encoder(
         longest=data.sequence_length if rows.loss_on == "class" else None,
         day=day,
         settings=settings,
-        images=images if rows.templated else None,
+        modalities=modalities if rows.templated else (),
     )
 
 
@@ -466,8 +476,8 @@ def _read_chat(encoder: Encoder, row: Values) -> Rendered:
 def _messages(
     encoder: Encoder, value: object, column: str, *, turns: bool = False
 ) -> list[Message]:
-    images = encoder.images is not None
-    return read_messages(value, column, turns=turns, images=images, ignored=encoder.ignored)
+    kinds, ignored = encoder.kinds, encoder.ignored
+    return read_messages(value, column, turns=turns, attachments=kinds, ignored=ignored)
 
 
 def _with_system(
@@ -486,9 +496,10 @@ def _template(encoder: Encoder) -> ChatTemplate:
 def _render(
     encoder: Encoder, found: Match, row: Values, messages: list[Message], loss_from: int = 0
 ) -> Rendered:
-    images, sources = encoder.images, list[ImageSource]()
-    if images is not None:
-        messages, sources = _with_images(encoder, images.folder or "", found, row, messages)
+    sources = list[list[Source]]()
+    for modality in encoder.modalities:
+        messages, found_sources = _with_attachments(encoder, modality, found, row, messages)
+        sources.append(found_sources)
     rendered = render(
         _template(encoder),
         row,
@@ -497,51 +508,70 @@ def _render(
         loss_from=loss_from,
         loss_on=encoder.settings.get("loss_on"),
     )
-    if images is None:
-        return rendered
-    return load_processor(images.processor, images.max_pixels).expand(rendered, sources)
+    for modality, of_kind in zip(encoder.modalities, sources, strict=True):
+        rendered = modality.expand(rendered, of_kind)
+    return rendered
 
 
-def _with_images(
-    encoder: Encoder, folder: str, found: Match, row: Values, messages: list[Message]
-) -> tuple[list[Message], list[ImageSource]]:
-    """See `place_images`. Raises RowError, also if only a column that is not used holds images."""
-    column = found.get("images")
+def _with_attachments(
+    encoder: Encoder, modality: Modality, found: Match, row: Values, messages: list[Message]
+) -> tuple[list[Message], list[Source]]:
+    """See `place`. Raises RowError, also if only a column that is not used holds attachments."""
+    nouns, sources = modality.nouns, list[Source]()
+    column = found.get(nouns)
     given = None if column is None else row.get(column)
-    unused, sources = picture_column(row, found, encoder.ignored), list[ImageSource]()
+    unused = unused_column_of(modality.kind, row, found, encoder.ignored)
     try:
-        messages, sources = place_images(messages, given, folder)
+        messages, sources = place(messages, given, modality)
     except RowError:
         if unused is None or given:
             raise
     if unused is not None and not sources:
         raise RowError(
-            f"column {unused!r} holds images by its name, and the run does not see them; "
-            f"{typed('data.columns.images', unused)} reads it, "
+            f"column {unused!r} holds {nouns} by its name, and the run does not see them; "
+            f"{typed(f'data.columns.{nouns}', unused)} reads it, "
             f"{typed('data.ignore_columns', [*encoder.ignored, unused])} trains without it"
         )
     return messages, sources
 
 
 def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> Iterator[Document]:
-    for row, (ids, labels, images) in zip(batch, _encode_rendered(encoder, batch), strict=True):
+    encoded = zip(batch, _encode_rendered(encoder, batch), strict=True)
+    for row, (ids, labels, attachments) in encoded:
         weights = None if row.weight is None else np.full(len(ids), row.weight, np.float32)
-        yield Document(ids, labels, weights=weights, images=images)
+        yield Document(ids, labels, weights=weights, attachments=attachments)
 
 
 def _encode_rendered(
     encoder: Encoder, batch: list[Rendered]
-) -> Iterator[tuple[Ids, Ids, Images | None]]:
-    """Ids, labels and images of conversations. The tokens of an image carry no loss."""
-    images = encoder.images
-    encoded = zip(batch, _template(encoder).tokens(batch), strict=True)
-    for row, (ids, labels) in encoded:
-        if images is None:
-            yield ids, labels, None
-            continue
-        processor = load_processor(images.processor, images.max_pixels)
-        shown = np.isin(ids, processor.token_ids)
-        yield ids, np.where(shown, np.int32(IGNORED), labels), processor.table(ids, row.images)
+) -> Iterator[tuple[Ids, Ids, Attachments | None]]:
+    """Ids, labels and attachments of conversations. The tokens of an attachment carry no loss."""
+    given = [token for modality in encoder.modalities for token in modality.token_ids]
+    for row, (ids, labels) in zip(batch, _template(encoder).tokens(batch), strict=True):
+        if given:
+            labels = np.where(np.isin(ids, given), np.int32(IGNORED), labels)
+        yield ids, labels, _attachments_of(encoder.modalities, ids, row)
+
+
+def _attachments_of(
+    modalities: Sequence[Modality], ids: Ids, rendered: Rendered
+) -> Attachments | None:
+    """The attachments of a conversation in the document with these ids. Raises RecipeError if they
+    have other tokens than their texts."""
+    if not modalities:
+        return None
+    placed = list[tuple[Placed, int, int]]()
+    for modality in modalities:
+        found = [one for one in rendered.attachments if one.source.kind == modality.kind]
+        at = np.flatnonzero(np.isin(ids, modality.token_ids))
+        ends = np.cumsum([one.tokens for one in found], dtype=np.int64)
+        if len(at) != ends[-1:].sum():
+            what = f"{len(at)} tokens of {modality.nouns}, where the text has {ends[-1:].sum()}"
+            tokenizer = type(hugging_face_tokenizer(modality.processor)).__name__
+            raise RecipeError(f"{modality.nouns}: {tokenizer}: {what}")
+        for one, last in zip(found, ends - 1, strict=True):
+            placed.append((one, int(at[last - one.tokens + 1]), int(at[last]) + 1))
+    return attachment_table(sorted(placed, key=lambda each: each[1]))
 
 
 @dataclass(frozen=True)
@@ -573,10 +603,10 @@ def _encode_prompted(encoder: Encoder, batch: list[_Prompted]) -> Iterator[Docum
     for row in batch:
         answers = list(itertools.islice(encoded, len(row.answers)))
         if len(answers) == 1:
-            ids, labels, images = answers[0]
-            yield Document(ids, labels, desirable=row.desirable, images=images)
+            ids, labels, attachments = answers[0]
+            yield Document(ids, labels, desirable=row.desirable, attachments=attachments)
             continue
-        all_ids, all_labels, all_images = zip(*answers, strict=True)
+        all_ids, all_labels, all_attachments = zip(*answers, strict=True)
         ids, labels = np.concatenate(all_ids), np.concatenate(all_labels)
         first = len(all_ids[0])
         yield Document(
@@ -584,7 +614,7 @@ def _encode_prompted(encoder: Encoder, batch: list[_Prompted]) -> Iterator[Docum
             labels,
             first_length=first,
             margin=row.margin,
-            images=join_images(list(all_images), [0, first]),
+            attachments=join_attachments(all_attachments, [0, first]),
         )
 
 
@@ -636,10 +666,10 @@ def _read_answer(
         if (more := found.get("input")) is not None:
             parts[more] = row.get(more)
         prompt = instruction(parts, rounds if headings else [], headings=headings)
-    elif "images" in found.layout.needs:
+    elif asked := [nouns for nouns in ATTACHMENTS.values() if nouns in found.layout.needs]:
         prompt = ""
-        if not has_content(row.get(pictures := found.columns["images"])):
-            raise RowError(f"column {pictures!r} is empty, and the row has no other prompt")
+        if not has_content(row.get(beside := found.columns[asked[0]])):
+            raise RowError(f"column {beside!r} is empty, and the row has no other prompt")
     elif not isinstance(prompt, list):
         prompt = read_value(row, key, str, _ANSWER, role="prompt")
     if isinstance(prompt, str) and isinstance(response, str) and as_turns:
@@ -649,8 +679,8 @@ def _read_answer(
     reasoning = found.get("reasoning")
     thought = None if reasoning is None else read_text(row.get(reasoning), reasoning)
     if isinstance(prompt, str) and isinstance(response, str) and not as_turns:
-        if encoder.images is not None:
-            what = "rows with images need a chat template, which shows them"
+        if encoder.modalities:
+            what = f"rows with {encoder.modalities[0].nouns} need a chat template, which shows them"
             raise RowError(f"{what}; set data.prompt_format=chat, or data.chat_template")
         if thought:
             what = "holds reasoning, which only a chat template writes; set data.prompt_format=chat"
@@ -701,8 +731,8 @@ def _turns(encoder: Encoder, role: str, value: str | list[object], column: str) 
 
 def _encode_answers(
     encoder: Encoder, batch: list[Rendered | tuple[str, str]]
-) -> Iterator[tuple[Ids, Ids, Images | None]]:
-    """Ids, labels and images of answers, each after its prompt.
+) -> Iterator[tuple[Ids, Ids, Attachments | None]]:
+    """Ids, labels and attachments of answers, each after its prompt.
 
     Prompt and response are tokenized as one text: some tokenizers write the beginning of a text
     differently from its middle. Tokens that hold a part of the response carry loss.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from launcher.data.image_processor import moved_images
+from launcher.data.attachments import moved_attachments
 from launcher.data.packing import Integers
 from launcher.data.store_files import Hashes, document_hashes
 from launcher.data.token_store import TokenStore
@@ -79,16 +79,16 @@ def copy_documents(store: TokenStore, documents: Integers) -> TokenStore:
         name: np.concatenate([getattr(store, name)[start:end] for start, end in ranges])
         for name in names
     }
-    images = None
-    if store.images is not None:
-        first = np.searchsorted(store.images["first"], starts)
-        last = np.searchsorted(store.images["first"], ends)
+    attachments = store.attachments
+    if attachments is not None:
+        first = np.searchsorted(attachments["first"], starts)
+        last = np.searchsorted(attachments["first"], ends)
         moved = np.cumsum(np.append(0, ends - starts))[:-1] - starts
         tables = [
-            moved_images(store.images[begin:end], tokens, 0)
+            moved_attachments(attachments[begin:end], tokens, 0)
             for begin, end, tokens in zip(first, last, moved, strict=True)
         ]
-        images = np.concatenate(tables) if tables else store.images[:0]
+        attachments = np.concatenate(tables) if tables else attachments[:0]
     offsets = np.cumsum(np.append(0, ends - starts))
     of_tokens = list(tokens.values())
     if store.margins is not None:  # of each token, as in the files of a store
@@ -103,7 +103,7 @@ def copy_documents(store: TokenStore, documents: Integers) -> TokenStore:
             for name in _COLUMNS
             if (column := getattr(store, name)) is not None
         },
-        images=images,
+        attachments=attachments,
         skipped=[],
         fingerprint=store.fingerprint | {"content": content},
     )

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
 import importlib
 import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from launcher.data.attachments import Placed
 from launcher.data.chat_template import Rendered
-from launcher.data.images import ImageSource, RowImages
 from launcher.data.messages import RowError
-from launcher.data.tokenizer import Ids, hugging_face_tokenizer
-from launcher.data.tokenizer_files import PROCESSOR_FILES
+from launcher.data.modality import Arrays
+from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError, first_line
 from launcher.sources.hub import model_folder
 
@@ -29,9 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Arrays = dict[str, npt.NDArray[Any]]
-"""What a model takes of an image, by the names of its arguments. The first dimension counts images,
-or parts of images."""
 _OF_TEXT = (
     "input_ids",
     "attention_mask",
@@ -55,24 +50,6 @@ _IMAGE_TOKENS = ("image_token_id", "image_token_index")
 """Keys of a model's config, of which one names the token whose embeddings images replace."""
 _NEED_TWO = ("PixtralProcessor",)
 """Processors of models that squeeze the features of a single token away (Mistral 3 in 5.23)."""
-
-IMAGE = np.dtype(
-    [
-        ("first", "<i8"),
-        ("end", "<i8"),
-        ("rows", "<i4"),
-        ("columns", "<i4"),
-        ("begin", "<i8"),
-        ("size", "<i8"),
-        ("checksum", "<u8"),
-        ("is_file", "?"),
-    ]
-)
-"""An image of a store: its first token and the end of its tokens; the rows and columns of its tokens,
-or 0; where its data begins in `image_data`, and the bytes of this; the checksum of its file; and
-whether the data is the path of the file or the file."""
-Images = tuple[npt.NDArray[Any], bytes]
-"""The images of a document, of the type IMAGE, counted from its first token, and their data."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +149,7 @@ class ImageProcessor:
         return Processed(replaced["replacement"], arrays, self._grid(arrays), sizes)
 
     def read(
-        self, source: ImageSource, *, in_bytes: bool, checksum: int | None = None
+        self, source: Any, *, in_bytes: bool, checksum: int | None = None
     ) -> tuple[Processed, int]:
         """The image of a file, and the checksum of the file. What was read last is not decoded
         again: a stream reads an image for its tokens and then for its pixels, and both answers of a
@@ -277,7 +254,7 @@ class ImageProcessor:
             joined[name] = made[None] if self._in_lists else made
         return joined
 
-    def expand(self, rendered: Rendered, sources: list[ImageSource]) -> Rendered:
+    def expand(self, rendered: Rendered, sources: list[Any]) -> Rendered:
         """The conversation with the text of its images in the place of their placeholders, and with
         the images. Raises RowError."""
         spans = [match.span() for match in re.finditer(re.escape(self.placeholder), rendered.text)]
@@ -299,51 +276,18 @@ class ImageProcessor:
             made, checksum = self.read(source, in_bytes=in_bytes)
             self._note_boxes(rendered.text, made)
             texts.append(made.text)
-            images.append((self.count_tokens(made.text), made.grid, source, checksum))
-        starts = np.array([start for start, _ in spans])
-        grown = np.cumsum([0, *(len(text) - len(self.placeholder) for text in texts)])
-
-        def moved(offset: int) -> int:
-            return offset + int(grown[np.searchsorted(starts, offset)])
-
-        replacements = iter(texts)
-        text = re.sub(re.escape(self.placeholder), lambda _: next(replacements), rendered.text)
-        turns = [
-            replace(turn, start=moved(turn.start), end=moved(turn.end)) for turn in rendered.turns
-        ]
-        return replace(rendered, text=text, turns=turns, images=tuple(images))
+            tokens = self.count_tokens(made.text)
+            if not tokens:
+                what = "the text of an image has none of the tokens that stand for images"
+                raise RecipeError(f"images: {type(self._processor).__name__}: {what}")
+            images.append(Placed(tokens, source, checksum, made.grid))
+        return rendered.expanded(self.placeholder, texts, images)
 
     def count_tokens(self, text: str) -> int:
         """The tokens of images in the text that takes the place of a placeholder."""
         # Not by their texts: that of a token may be a part of another's (TILE_GLOBAL of Aya Vision)
         ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
         return int(np.isin(ids, self.token_ids).sum())
-
-    def table(self, ids: Ids, images: tuple[Any, ...]) -> Images:
-        """The images of a conversation, `Rendered.images`, in the document with these ids."""
-        at = np.flatnonzero(np.isin(ids, self.token_ids))
-        ends = np.cumsum([count for count, *_ in images])
-        if len(at) != (ends[-1] if images else 0):
-            what = f"{len(at)} tokens of images, where the text has {ends[-1:].sum()}"
-            raise RecipeError(f"images: {type(self._tokenizer).__name__}: {what}")
-        table, data = np.zeros(len(images), dtype=IMAGE), b""
-        for number, (count, (rows, columns), source, checksum) in enumerate(images):
-            if not count:
-                what = "the text of an image has none of the tokens that stand for images"
-                raise RecipeError(f"images: {type(self._processor).__name__}: {what}")
-            last = ends[number] - 1
-            place = int(at[last - count + 1]), int(at[last]) + 1
-            table[number] = (
-                *place,
-                rows,
-                columns,
-                len(data),
-                len(source.data),
-                checksum,
-                source.is_file,
-            )
-            data += source.data
-        return table, data
 
 
 def _bytes(made: Processed) -> int:
@@ -359,34 +303,6 @@ def _gray() -> Image:
 def _padded(array: npt.NDArray[Any], shape: npt.NDArray[Any]) -> npt.NDArray[Any]:
     missing = shape - array.shape[1:]
     return np.pad(array, [(0, 0), *((0, int(one)) for one in missing)])
-
-
-def join_images(documents: list[Images | None], starts: list[int]) -> Images | None:
-    """The images of documents that begin at these tokens, as of one; None: there are none."""
-    tables, data, begin = [], [], 0
-    for images, start in zip(documents, starts, strict=True):
-        if images is not None and len(images[0]):
-            tables.append(moved_images(images[0], start, begin))
-            data.append(images[1])
-            begin += len(images[1])
-    return (np.concatenate(tables), b"".join(data)) if tables else None
-
-
-def moved_images(table: npt.NDArray[Any], tokens: int, begin: int) -> npt.NDArray[Any]:
-    """The images after so many tokens and so many bytes of data of others."""
-    made = table.copy()
-    made["first"] += tokens
-    made["end"] += tokens
-    made["begin"] += begin
-    return made
-
-
-def processor_identity(rows: RowImages) -> list[object]:
-    """Changes when the tokens or the pixels of an image could."""
-    folder = model_folder(rows.processor, key="model.path", weights=False)
-    files = [Path(folder, name) for name in PROCESSOR_FILES]
-    sums = [hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()]
-    return ["images", sums, rows.max_pixels, rows.folder]
 
 
 def _processor_class(name: str) -> Any:

@@ -46,8 +46,8 @@ class StepTotals(NamedTuple):
     """Ranks that are asked to save."""
     squared_lengths: int = 0
     """Sum over the documents of their squared lengths in tokens; 0: not known."""
-    image_operations: int = 0
-    """Floating-point operations of image towers, forward and backward."""
+    tower_operations: int = 0
+    """Floating-point operations of the towers of attachments, forward and backward."""
     loss_weight: float | None = None
     """The sum of the weights of tokens with a target; None: each counts 1."""
 
@@ -108,7 +108,7 @@ def _statistics_stream(device: torch.device) -> torch.cuda.Stream:
 
 class MicroBatches(Sequence[MicroBatch]):
     """The micro-batches of a step on the host. One that is asked for is copied to the device, so that
-    those of a step, which may have large images, are not there at once."""
+    those of a step, which may have large attachments, are not there at once."""
 
     def __init__(
         self, host: Sequence[MicroBatch], copy: Callable[[MicroBatch], MicroBatch]

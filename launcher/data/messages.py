@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
-from launcher.recipe.layouts import typed
+from launcher.recipe.layouts import ATTACHMENTS, BESIDE_TEXT, nouns_of, typed
 
 Message = dict[str, Any]
 """Role, content, and whatever else the data set gives it."""
@@ -44,13 +44,6 @@ _NUMBERS = re.compile(
     re.IGNORECASE,
 )
 """Names of keys whose numbers say nothing about loss."""
-_PICTURES = ("image", "images", "video", "videos", "audio", "audios")
-IMAGE_TYPES = ("image", "image_url", "input_image")
-"""Types of parts that are images."""
-IMAGE_KEYS = ("bytes", "image", "image_url", "url", "path", "value", "source", "base64", "data")
-"""Keys of a part, or of an object inside it, that may hold its image."""
-PLACEHOLDER = "<image>"
-"""Stands in a text for an image of the row's column (LLaVA, ShareGPT, LLaMA-Factory)."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 _PLACEHOLDER = "Qz7aZq"
@@ -79,7 +72,7 @@ def read_messages(
     column: str,
     *,
     turns: bool = False,
-    images: bool = False,
+    attachments: Sequence[str] = (),
     ignored: Collection[str] = (),
 ) -> list[Message]:
     """Messages for a template: of `messages` (role, content), ShareGPT's `conversations` (from,
@@ -89,8 +82,8 @@ def read_messages(
     messages of their own, and those in parts, become `tool_calls`. Keys without a value are dropped;
     other keys stay. `loss` is false in the messages that have a `weight` of 0 (OpenAI) or `loss:
     false` (ShareGPT), and in no other. turns: a list of texts are a user's and an assistant's in
-    turn. images: parts that are images stay parts, among the texts (`place_images`). ignored: keys
-    of messages that are not used on purpose (data.ignore_columns).
+    turn. attachments: their kinds; such parts stay parts, among the texts (`place`). ignored: keys of
+    messages that are not used on purpose (data.ignore_columns).
     """
     value = parsed_messages(value)
     if turns and isinstance(value, list) and value and all(isinstance(t, str) for t in value):
@@ -102,7 +95,7 @@ def read_messages(
         messages: list[Message] = []
         for number, turn in enumerate(value, start=1):
             turn = {key: content for key, content in turn.items() if key not in ignored}
-            for message in _messages_of(turn, f"message {number}", images=images):
+            for message in _messages_of(turn, f"message {number}", attachments):
                 _append(messages, message)
         return messages
     got = "an empty list" if value == [] else type(value).__name__
@@ -182,7 +175,7 @@ def _append(messages: list[Message], message: Message) -> None:
         messages.append(message)
 
 
-def _messages_of(turn: Message, what: str, *, images: bool) -> list[Message]:
+def _messages_of(turn: Message, what: str, attachments: Sequence[str]) -> list[Message]:
     """The message of a turn; before it, those of results of tools in its parts."""
     message = {key: content for key, content in turn.items() if content is not None}
     role_key = next((key for key in _ROLE_KEYS if key in message), "role")
@@ -203,20 +196,20 @@ def _messages_of(turn: Message, what: str, *, images: bool) -> list[Message]:
         got = "no role" if role is None else f"unknown role {role!r}"
         others = ", ".join([*_ROLES, *_OTHER_ROLES, *_CALLS])
         raise RowError(f"{what}: {got}; must be one of {others}")
-    if images:
-        message = _with_own_images(message, what)
-    if seen := [key for key in _PICTURES if message.get(key)]:
-        raise RowError(f"{what}: {_only(images)}; got {', '.join(seen)}")
+    for kind in attachments:
+        message = _with_own_attachments(message, what, kind)
+    if seen := [key for key in BESIDE_TEXT if message.get(key)]:
+        raise RowError(f"{what}: {_only(attachments)}; got {', '.join(seen)}")
     results: list[Message] = []
     if isinstance(message["content"], list):
-        message, results = _with_parts(message, what, images=images)
+        message, results = _with_parts(message, what, attachments)
     # Templates that only ask whether there is the key would write a call instead of the content
     if calls := _tool_calls(message.pop("tool_calls", None), what):
         message["tool_calls"] = calls
     content = message["content"]
     if content is None and any(message.get(key) for key in _BESIDE_CONTENT):
         content = ""
-    if not isinstance(content, str) and not (images and isinstance(content, list)):
+    if not isinstance(content, str) and not (attachments and isinstance(content, list)):
         got = "nothing" if content is None else type(content).__name__
         raise RowError(f"{what}: content must be text, or a list of text parts; got {got}")
     silent = {"loss": False} if _is_silent(message, what) else {}
@@ -256,54 +249,77 @@ def _is_silent(message: Message, what: str) -> bool:
     return True in silent
 
 
-def _only(images: bool) -> str:
+def _only(attachments: Sequence[str]) -> str:
     """What a run trains on, for the message about parts that are something else."""
-    if images:
-        return "only text and images can be trained on"
-    return "only text can be trained on, or with the section images (images.train=none) images, too"
+    if attachments:
+        return f"only text and {nouns_of(attachments)} can be trained on"
+    sections = [f"with the section {n} ({n}.train=none) {n}, too" for n in ATTACHMENTS.values()]
+    return f"only text can be trained on, or {', or '.join(sections)}"
 
 
-def _with_own_images(message: Message, what: str) -> Message:
-    """The message with the images of its keys `image` and `images` in the places that its content
-    has for them, or as its first parts if it has none. Raises RowError if their numbers differ."""
-    own = [message.pop(key) for key in ("images", "image") if message.get(key)]
+def _with_own_attachments(message: Message, what: str, kind: str) -> Message:
+    """The message with the attachments of its keys KIND and KINDs in the places that its content has
+    for them, or as its first parts if it has none. Raises RowError if their numbers differ."""
+    nouns = ATTACHMENTS[kind]
+    own = [message.pop(key) for key in (nouns, kind) if message.get(key)]
     if not own:
         return message
     values = [value for held in own for value in (held if isinstance(held, list) else [held])]
-    content = message["content"]
+    content, mark = message["content"], placeholder_of(kind)
     parts: list[object] = []
     places = []
     for part in content if isinstance(content, list) else [content or ""]:
-        if is_image_part(part) and lacks_image(part):
+        of_kind = is_part_of(part, kind)
+        if of_kind and lacks_file(part, kind):
             places.append(len(parts))
             parts.append(part)
             continue
-        text = part if isinstance(part, str) else None if is_image_part(part) else _text_of(part)
-        if text is None or PLACEHOLDER not in text:
+        text = part if isinstance(part, str) else None if of_kind else _text_of(part)
+        if text is None or mark not in text:
             parts.append(part)
             continue
-        for number, piece in enumerate(text.split(PLACEHOLDER)):
+        for number, piece in enumerate(text.split(mark)):
             if number:
                 places.append(len(parts))
                 parts.append(None)
             parts.append(piece)
     if places and len(places) != len(values):
-        raise RowError(f"{what}: has {len(values)} images, and its text shows {len(places)}")
+        raise RowError(f"{what}: has {len(values)} {nouns}, and its text shows {len(places)}")
     if not places:
-        return {**message, "content": [*({"type": "image", "image": v} for v in values), *parts]}
+        return {**message, "content": [*({"type": kind, kind: v} for v in values), *parts]}
     for place, value in zip(places, values, strict=True):
-        parts[place] = {"type": "image", "image": value}
+        parts[place] = {"type": kind, kind: value}
     return {**message, "content": parts}
 
 
-def lacks_image(part: object) -> bool:
-    """Whether a part that is an image waits for one of another place of the row."""
-    return isinstance(part, dict) and all(part.get(key) is None for key in IMAGE_KEYS)
+def placeholder_of(kind: str) -> str:
+    """Stands in a text for an attachment of the row's column (LLaVA, ShareGPT, LLaMA-Factory)."""
+    return f"<{kind}>"
 
 
-def _with_parts(message: Message, what: str, *, images: bool) -> tuple[Message, list[Message]]:
+def part_keys(kind: str) -> tuple[str, ...]:
+    """Keys of a part, or of an object inside it, that may hold its attachment."""
+    own = (kind, f"{kind}_url")
+    return ("bytes", *own, "url", "path", "value", "source", "base64", "data")
+
+
+def is_part_of(part: object, kind: str) -> bool:
+    """Whether a part of a message's content is an attachment of this kind."""
+    types = (kind, f"{kind}_url", f"input_{kind}")
+    return isinstance(part, dict) and part.get("type") in types
+
+
+def lacks_file(part: object, kind: str) -> bool:
+    """Whether a part that is an attachment waits for one of another place of the row."""
+    return isinstance(part, dict) and all(part.get(key) is None for key in part_keys(kind))
+
+
+def _with_parts(
+    message: Message, what: str, attachments: Sequence[str]
+) -> tuple[Message, list[Message]]:
     """A message whose content is a list of parts, with its text, reasoning and calls; and the
-    messages of the results of tools in it. images: a content with images stays a list."""
+    messages of the results of tools in it. attachments: their kinds; a content with such parts
+    stays a list."""
     texts: list[str | dict[str, Any]] = []
     thoughts: list[str] = []
     calls: list[object] = []
@@ -330,14 +346,14 @@ def _with_parts(message: Message, what: str, *, images: bool) -> tuple[Message, 
             if not isinstance(inner, str):
                 raise RowError(f"{what}: the result of a tool must be text")
             results.append({"role": "tool", "content": inner})
-        elif images and is_image_part(part):
+        elif any(is_part_of(part, each) for each in attachments):
             texts.append(part)
         elif kind in (None, "text", "input_text", "output_text") and text is not None:
             texts.append(text)
         else:
             others.append(kind or f"with the keys {', '.join(part)}")
     if others:
-        raise RowError(f"{what}: {_only(images)}; got parts of the types {others}")
+        raise RowError(f"{what}: {_only(attachments)}; got parts of the types {others}")
     content = texts if any(isinstance(part, dict) for part in texts) else "".join(map(str, texts))
     made = {**message, "content": content}
     if thoughts and not any(made.get(key) for key in _REASONING):
@@ -347,9 +363,16 @@ def _with_parts(message: Message, what: str, *, images: bool) -> tuple[Message, 
     return made, results
 
 
-def is_image_part(part: object) -> bool:
-    """Whether a part of a message's content is an image."""
-    return isinstance(part, dict) and part.get("type") in IMAGE_TYPES
+def plain_content(content: object) -> str:
+    """The content of a message as text, with the placeholders of its attachments."""
+    return " ".join(
+        part if isinstance(part, str) else str(part.get("text", _mark_of(part)))
+        for part in ([content] if isinstance(content, str) else content)  # type: ignore[attr-defined]
+    )
+
+
+def _mark_of(part: object) -> str:
+    return next((placeholder_of(kind) for kind in ATTACHMENTS if is_part_of(part, kind)), "")
 
 
 def _text_of(part: object) -> str | None:

@@ -14,7 +14,7 @@ from launcher.data.batching import (
 from launcher.data.custom import CustomDataset
 from launcher.data.dataset import MapData, MixtureDataset, SampleMaker, SequenceDataset
 from launcher.data.held_out import copy_documents, split_documents
-from launcher.data.images import RowImages
+from launcher.data.modality import Modality
 from launcher.data.packing import text_lengths
 from launcher.data.problems import SHOWN
 from launcher.data.token_store import ModelInputs, TokenStore, open_store, rows_of_documents
@@ -53,7 +53,7 @@ def open_dataset(
                 files,
                 data,
                 tokenizer=tokenizer,
-                images=model.row_images,
+                modalities=model.attachments.modalities,
                 validation=validation,
             )
         if validation or data.validation_split is None:
@@ -77,7 +77,7 @@ def _refuse_overlong(
     data: schema.Data,
     *,
     tokenizer: str | None,
-    images: RowImages | None,
+    modalities: tuple[Modality, ...],
     validation: bool,
 ) -> None:
     """Raises RecipeError if a row is longer than a sequence."""
@@ -93,7 +93,7 @@ def _refuse_overlong(
         data,
         set(shown),
         tokenizer=tokenizer,
-        images=images,
+        modalities=modalities,
         validation=validation,
     )
     lines = [f"{rows[number].where}: {sizes[number]:,} {what}" for number in shown]

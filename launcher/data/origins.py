@@ -55,7 +55,7 @@ def trained_rows(opened: RunData, positions: range, *, tokenizer: str | None) ->
             source,
             {row.document for row in mine},
             tokenizer=tokenizer,
-            images=mine[0].dataset.inputs.row_images,
+            modalities=mine[0].dataset.inputs.attachments.modalities,
         )
         for row in mine:
             row.where, row.question = of_documents[row.document]

@@ -59,15 +59,15 @@ def pack(
     labels: npt.NDArray[np.int32] | None = None,
     documents: Integers | None = None,
     drops_overlong: bool = False,
-    images: npt.NDArray[Any] | None = None,
+    attachments: npt.NDArray[Any] | None = None,
 ) -> Sequences:
     """Packs documents of a data.kind: those with the numbers `documents`, in order; None: all.
 
     Documents that are too long are dropped, or else split for kinds text and tokens, and cut for
     other kinds: the end of an answer is no useful target without its beginning.
 
-    labels: of the tokens; None: the ids. Parts without a target are dropped. images: those of the
-    store, each of which stays whole.
+    labels: of the tokens; None: the ids. Parts without a target are dropped. attachments: those of
+    the store, each of which stays whole.
     """
     if drops_overlong:
         numbers = np.arange(len(offsets) - 1) if documents is None else documents
@@ -84,7 +84,7 @@ def pack(
                 sequence_length=sequence_length,
                 labels=labels,
                 documents=numbers[fits],
-                images=images,
+                attachments=attachments,
             )
             return replace(kept, documents=len(fits), long_documents=count)
     packed = offsets
@@ -99,19 +99,19 @@ def pack(
         pieces = replace(pieces, starts=pieces.starts + (offsets[documents] - packed[:-1])[of])
     if KINDS[kind].loss_on == "class":
         return pieces
-    if images is not None:
-        pieces = _before_cut_images(pieces, images["first"], images["end"])
+    if attachments is not None:
+        pieces = _before_cut_attachments(pieces, attachments["first"], attachments["end"])
     pieces = with_targets(pieces, offsets, labels)
     return best_fit(pieces, sequence_length) if packing and not streamed else pieces
 
 
-def _before_cut_images(pieces: Sequences, first: Integers, end: Integers) -> Sequences:
-    """The pieces, each cut before an image of which it would have a part only. first, end: of the
-    images."""
+def _before_cut_attachments(pieces: Sequences, first: Integers, end: Integers) -> Sequences:
+    """The pieces, each cut before an attachment of which it would have a part only. first, end: of
+    the attachments."""
     if not len(first):
         return pieces
     ends = pieces.starts + pieces.lengths
-    last = np.searchsorted(first, ends) - 1  # the last image that begins before the end of a piece
+    last = np.searchsorted(first, ends) - 1  # the last one that begins before the end of a piece
     cut = (last >= 0) & (first[last] >= pieces.starts) & (end[last] > ends)
     lengths = np.where(cut, first[last] - pieces.starts, pieces.lengths)
     more = int((pieces.lengths - lengths).sum())

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from launcher.data.attachment_inputs import NO_SECTIONS, Sections, attachments_of
 from launcher.data.batching import (
     BatchSampler,
     Order,
@@ -157,7 +158,7 @@ class RunData:
                 stop_requests=int(stop_requested()),
                 save_requests=int(save_requested()),
                 squared_lengths=sum(part.squared_lengths for part in counted),
-                image_operations=sum(part.image_operations for part in counted),
+                tower_operations=sum(part.tower_operations for part in counted),
                 loss_weight=float(sum(part.weight for part in counted)),
             )
             positions: dict[int, ShardPosition] = {}
@@ -261,7 +262,9 @@ def open_run_data(
         most = data.max_document_bytes
         training = StreamingDataset(
             find_parts(data.train, kind=data.kind, max_document=most, notes=notes),
-            make_encoder(data.kind, data, tokenizer=tokenizer, images=model.row_images),
+            make_encoder(
+                data.kind, data, tokenizer=tokenizer, modalities=model.attachments.modalities
+            ),
             objective=objective,
             sampler=sampler,
             data=data,
@@ -339,7 +342,7 @@ def set_stop_tokens(model: nn.Module, ends: Sequence[int], tokenizer: str | None
 def tokenizer_to_keep(
     data: schema.Data,
     model: schema.Model,
-    images: schema.Images | None = None,
+    attachments: Sections = NO_SECTIONS,
     prompts: TrainedPrompts | None = None,
 ) -> KeptTokenizer | None:
     """The tokenizer of an exported model: that of the data, with the chat template and the end of
@@ -369,8 +372,8 @@ def tokenizer_to_keep(
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.eos_token = end
         logger.info(f"tokenizer_config.json, eos_token: {end}, which training teaches")
-    max_pixels = None if images is None else images.max_pixels
-    return KeptTokenizer(name, tokenizer, source, template, end, max_pixels)
+    modalities = attachments_of(attachments, model).modalities
+    return KeptTokenizer(name, tokenizer, source, template, end, modalities)
 
 
 def _ends_of_source(section: schema.Model) -> set[int]:

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from launcher.data.image_processor import moved_images
+from launcher.data.attachments import moved_attachments
 from launcher.errors import RecipeError, first_line
 from launcher.files import checksum_of, commit_folder, flush, flush_path, replace_text
 
@@ -32,7 +32,8 @@ ORIGIN = np.dtype([("file", np.int32), ("number", np.int32), ("start", np.int64)
 _OF_DOCUMENTS = ("classes", "first_lengths", "desirable")
 """Fields of a TokenStore, of which rows of a kind have one: `classes.npy`."""
 _SPILLED = (
-    *("ids", "labels", "offsets", "weights", "margins", "images", "image_data", "origins"),
+    *("ids", "labels", "offsets", "weights", "margins", "origins"),
+    *("attachments", "attachment_data"),
     *_OF_DOCUMENTS,
 )
 
@@ -52,16 +53,14 @@ class MappedArray(np.memmap[Any, Any]):
 
 
 def document_hashes(store: Any) -> Hashes:
-    """A hash of the tokens and images of each document of a TokenStore, (documents,)."""
+    """A hash of the tokens and attachments of each document of a TokenStore, (documents,)."""
     tokens = np.ascontiguousarray(store.ids).data.cast("B")
     bounds = itertools.pairwise((store.offsets * store.ids.itemsize).tolist())
     hashed = (xxh3_64_intdigest(tokens[start:end]) for start, end in bounds)
     hashes = np.fromiter(hashed, dtype=np.uint64, count=store.documents)
-    if store.images is not None:  # their tokens are equal
-        documents = np.searchsorted(store.offsets, store.images["first"], side="right") - 1
-        numbers = [
-            xxh3_64_intdigest(str(image).encode()) for image in store.images["checksum"].tolist()
-        ]
+    if (table := store.attachments) is not None:  # their tokens are equal
+        documents = np.searchsorted(store.offsets, table["first"], side="right") - 1
+        numbers = [xxh3_64_intdigest(str(each).encode()) for each in table["checksum"].tolist()]
         np.add.at(hashes, documents, np.array(numbers, dtype=np.uint64))
     return hashes
 
@@ -105,8 +104,8 @@ _NOTED = (
     "ids.bin",
     "labels.bin",
     "weights.bin",
-    "images.bin",
-    "image_data.bin",
+    "attachments.bin",
+    "attachment_data.bin",
     "lengths.bin",
     "classes.bin",
     "hashes.bin",
@@ -143,7 +142,7 @@ class StoreWriter:
             self.done, self.sums = noted["done"], noted["sums"]
             self.unused = noted.get("unused", {})
         self._tokens = int(self._read("lengths", np.int64).sum())
-        self._image_bytes = self._read("image_data", np.uint8).size
+        self._attached_bytes = self._read("attachment_data", np.uint8).size
 
     def __enter__(self) -> StoreWriter:
         return self
@@ -171,10 +170,11 @@ class StoreWriter:
         self._append("lengths", np.diff(store.offsets))
         self._append("hashes", document_hashes(store))
         self._append("origins", store.origins)
-        if store.images is not None:
-            self._append("images", moved_images(store.images, self._tokens, self._image_bytes))
-            self._append("image_data", store.image_data)
-            self._image_bytes += store.image_data.size
+        if (table := store.attachments) is not None:
+            moved = moved_attachments(table, self._tokens, self._attached_bytes)
+            self._append("attachments", moved)
+            self._append("attachment_data", store.attachment_data)
+            self._attached_bytes += store.attachment_data.size
         self._tokens += int(store.offsets[-1])
         for name in _OF_DOCUMENTS:
             if (column := getattr(store, name)) is not None:
@@ -219,7 +219,7 @@ class StoreWriter:
         sizes: dict[str, int] = {}
         content: list[bytes | memoryview] = []
         names = ("ids.bin", "labels.bin", "offsets.npy", "classes.npy", "weights.bin")
-        for name in (*names, "images.bin", "image_data.bin"):
+        for name in (*names, "attachments.bin", "attachment_data.bin"):
             file = self._folder / name
             if file.exists():
                 sizes[name] = file.stat().st_size

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
+from launcher.data.attachments import Attachments, join_attachments
 from launcher.data.batching import RankBatchSampler
 from launcher.data.collation import (
     EMPTY,
@@ -44,7 +45,6 @@ from launcher.data.collation import (
 )
 from launcher.data.dataset import SampleMaker
 from launcher.data.encoder import Encoded, Encoder, PromptForm, prompt_form
-from launcher.data.image_processor import Images, join_images
 from launcher.data.messages import RowError
 from launcher.data.packing import first_names, no_targets
 from launcher.data.token_store import ModelInputs, check_range, one_document
@@ -76,8 +76,8 @@ _ENCODED_ROWS = 16
 
 ShardPosition = tuple[int, int, int, int]
 """Where a shard's next sequence starts: pass, part in the pass, row in the part, token in it."""
-_STORED = "stored_images"
-"""Key of a sample with the images that `StreamingDataset` reads when it takes the sample."""
+_STORED = "stored_attachments"
+"""Key of a sample with the attachments that `StreamingDataset` reads when it takes the sample."""
 _START: ShardPosition = (0, 0, 0, 0)
 
 
@@ -158,8 +158,8 @@ class _Shard:
                 generator = random.Random(f"{key} part {number} {stream.seed}")
                 rows = _through_buffer(rows, stream.buffer_rows, generator)
             rows = itertools.islice(rows, first_row, None)
-            # Images are decoded for their tokens, and kept until the sample needs their pixels
-            batch = _ENCODED_ROWS if encoder.images is None else 1
+            # Attachments are decoded for their tokens, and kept until the sample needs their arrays
+            batch = 1 if encoder.modalities else _ENCODED_ROWS
             encoded_rows = encoder.encode_rows(rows, batch_rows=batch)
             for index, encoded in enumerate(encoded_rows, first_row):
                 yield encoded, (turn, number, index)
@@ -246,7 +246,7 @@ class _Shard:
         data = self._stream.data
         kind, length, packing = data.kind, data.sequence_length, data.packing
         pieces: list[Piece] = []
-        images: list[Images | None] = []
+        attached: list[Attachments | None] = []
         room, done = length, self.position[3]
         for encoded, position in self._documents():
             ids = encoded.ids[: self._kept(encoded)]
@@ -256,28 +256,28 @@ class _Shard:
             whole = not (kind == "text" and packing)
             if whole and pieces and min(len(ids), length) > room:
                 if _any_target(pieces):
-                    yield _sample(pieces, images), (*position, 0)
-                pieces, images, room = [], [], length
+                    yield _sample(pieces, attached), (*position, 0)
+                pieces, attached, room = [], [], length
             while done < len(ids):
                 end = done + min(room, len(ids) - done)
                 pieces.append(tuple(values[done:end] for values in of_tokens))
-                images.append(encoded.images_before(end))
+                attached.append(encoded.attachments_before(end))
                 room -= end - done
                 done = len(ids) if KINDS[kind].is_cut else end
                 if room == 0 or not packing:
                     turn, part, row = position
                     following = (row, done) if done < len(ids) else (row + 1, 0)
                     if _any_target(pieces):
-                        yield _sample(pieces, images), (turn, part, *following)
-                    pieces, images, room = [], [], length
+                        yield _sample(pieces, attached), (turn, part, *following)
+                    pieces, attached, room = [], [], length
             done = 0
 
 
-def _sample(pieces: list[Piece], images: list[Images | None]) -> Sample:
-    """The sample of pieces, with the images of each as `stored_images` if there are any. A document
-    with images is one piece."""
+def _sample(pieces: list[Piece], attached: list[Attachments | None]) -> Sample:
+    """The sample of pieces, with the attachments of each as `stored_attachments` if there are any. A
+    document with attachments is one piece."""
     starts = np.cumsum([0, *(len(piece[0]) for piece in pieces)])[:-1]
-    joined = join_images(images, starts.tolist())
+    joined = join_attachments(attached, starts.tolist())
     sample: dict[str, Any] = make_sample(pieces)
     return sample if joined is None else sample | {_STORED: joined}
 
@@ -414,11 +414,13 @@ class StreamingDataset(IterableDataset[Collated | Unreadable]):
                 yield replace(collated, shard_positions=positions)
 
     def _completed(self, sample: Sample) -> Sample:
-        """See `TextInputs.complete`. Raises RecipeError."""
-        images: Any = sample.pop(_STORED, None)
+        """See `ModelAttachments.complete`. Raises RecipeError."""
+        attached: Any = sample.pop(_STORED, None)
         ids = sample["input_ids"]
         try:
-            return self._inputs.complete(sample, one_document(ids, images), [(0, 0, len(ids))])
+            return self._inputs.attachments.complete(
+                sample, one_document(ids, attached), [(0, 0, len(ids))]
+            )
         except RowError as error:
             raise RecipeError(f"data: {error}") from None
 

@@ -2,8 +2,8 @@
 
 A store is a folder: `ids.bin` (int32, all documents one after another), `offsets.npy` (documents +
 1), `labels.bin` if targets may differ from the ids, `weights.bin` (float32) with
-data.weights_column, `classes.npy` for classification, `images.bin` and `image_data.bin` for rows
-with images, `hashes.bin` (uint64, a document each), `meta.json`.
+data.weights_column, `classes.npy` for classification, `attachments.bin` and `attachment_data.bin` for
+rows with more than text, `hashes.bin` (uint64, a document each), `meta.json`.
 One process builds it in a scratch folder, with a lock like that of a run folder, and renames that;
 all others, on any node and of any job, wait. A store with files of another length than `meta.json`
 and the offsets say is built again.
@@ -34,7 +34,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from launcher.console import advanced, task
-from launcher.data.collation import TextInputs
+from launcher.data.attachment_inputs import MODALITIES, TEXT_ALONE, ModelAttachments
+from launcher.data.attachments import ATTACHMENT, Attachment, Attachments, join_attachments
+from launcher.data.collation import RowInputs
 from launcher.data.columns import Weights
 from launcher.data.encoder import (
     Encoded,
@@ -44,9 +46,7 @@ from launcher.data.encoder import (
     make_encoder,
     prompt_form,
 )
-from launcher.data.image_inputs import ImageInputs, ModelImages
-from launcher.data.image_processor import IMAGE, Images, join_images
-from launcher.data.images import ImageSource, RowImages, StoredImage
+from launcher.data.modality import Modality
 from launcher.data.problems import problem_lines
 from launcher.data.store_files import (
     COUNTS,
@@ -68,6 +68,7 @@ from launcher.errors import RecipeError, TrainingError
 from launcher.files import replace_text
 from launcher.models.micro_batch import WHOLE_ROW, Masking, RowPart
 from launcher.recipe import schema
+from launcher.recipe.layouts import ATTACHMENTS
 from launcher.reliability.lock import OwnedError, Ownership, Silence, current_owner
 from launcher.sources.finding import content_sample, file_states, find_parts
 from launcher.sources.ranges import first_rows, split
@@ -75,7 +76,7 @@ from launcher.sources.rows import Row, SourcePart, in_batches
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 10
+_FORMAT = 11
 _TASK_BYTES = 4 << 20
 """For less, starting a process takes longer than tokenizing."""
 _STORE_ROWS = 4096
@@ -115,35 +116,28 @@ class ModelInputs:
     width_multiple: int = 1
     """Rows that are padded to the longest one have a multiple of it as their width, or
     data.sequence_length."""
-    images: ModelImages | None = None
-    """How it takes images; None: rows are text."""
+    attachments: ModelAttachments = TEXT_ALONE
+    """How it takes what rows have beside text."""
 
     @property
     def range(self) -> list[int | None]:
         """The numbers of tokens and of classes that it has; None: not known."""
         return [self.vocabulary, self.classes]
 
-    @property
-    def row_images(self) -> RowImages | None:
-        """How rows have images; None: they are text."""
-        return None if self.images is None else self.images.rows
-
-    def inputs(self, length: int, *, packed: bool, joined: bool = False) -> TextInputs:
+    def inputs(self, length: int, *, packed: bool, joined: bool = False) -> RowInputs:
         """How samples of up to `length` tokens become the rows of its micro-batches. packed, joined:
-        see `TextInputs`."""
-        common: dict[str, Any] = {
-            "length": length,
-            "packed": packed,
-            "joined": joined,
-            "masking": self.masking,
-            "recurrent": self.recurrent,
-            "part": self.part,
-            "padding": self.padding,
-            "width_multiple": self.width_multiple,
-        }
-        if self.images is None:
-            return TextInputs(**common)
-        return ImageInputs(**common, images=self.images)
+        see `RowInputs`."""
+        return RowInputs(
+            length=length,
+            packed=packed,
+            joined=joined,
+            masking=self.masking,
+            recurrent=self.recurrent,
+            part=self.part,
+            padding=self.padding,
+            width_multiple=self.width_multiple,
+            attachments=self.attachments,
+        )
 
 
 @dataclass(frozen=True)
@@ -169,10 +163,10 @@ class TokenStore:
     """(documents,): see `document_hashes`; None: not computed."""
     origins: npt.NDArray[Any] | None = None
     """(documents,), of the type ORIGIN; None: not known."""
-    images: npt.NDArray[Any] | None = None
-    """(images,), of the type IMAGE, in the order of their tokens; None: there are none."""
-    image_data: npt.NDArray[np.uint8] | None = None
-    """The files of images, or the paths of these."""
+    attachments: npt.NDArray[Any] | None = None
+    """(attachments,), of the type ATTACHMENT, in the order of their tokens; None: there are none."""
+    attachment_data: npt.NDArray[np.uint8] | None = None
+    """Their files, or the paths of these."""
     skipped: list[dict[str, str]] = field(default_factory=list)
     """`where` and `problem` of the rows that cannot be used (on_error: skip)."""
     empty: int = 0
@@ -203,27 +197,32 @@ class TokenStore:
         """Each token as a target."""
         return self.ids if self.labels is None else self.labels
 
-    def images_between(self, start: int, end: int) -> Iterator[StoredImage]:
-        """The images whose first token is in this range."""
-        if self.images is None:
+    def attachments_between(self, start: int, end: int) -> Iterator[Attachment]:
+        """The attachments whose first token is in this range."""
+        if self.attachments is None:
             return
-        assert self.image_data is not None
-        for image in self.images[slice(*np.searchsorted(self.images["first"], [start, end]))]:
-            first, last, rows, columns, begin, size, checksum, is_file = image.tolist()
-            data = self.image_data[begin : begin + size].tobytes()
-            source = ImageSource(data, is_file)
-            yield StoredImage(first, last, (rows, columns), source, checksum)
+        assert self.attachment_data is not None
+        between = slice(*np.searchsorted(self.attachments["first"], [start, end]))
+        for record in self.attachments[between]:
+            kind, first, last, begin, size, checksum, is_file, meta = record.tolist()
+            data = self.attachment_data[begin : begin + size].tobytes()
+            source = _SOURCES[kind](data, is_file)
+            yield Attachment(first, last, source, checksum, tuple(meta))
 
 
-def one_document(ids: npt.NDArray[Any], images: Images | None) -> TokenStore:
-    """A document in memory, with its images."""
-    table, data = (None, b"") if images is None else images
+_SOURCES = {[*ATTACHMENTS].index(modality.kind): modality.source for modality in MODALITIES}
+"""By the numbers of kinds in a store."""
+
+
+def one_document(ids: npt.NDArray[Any], attachments: Attachments | None) -> TokenStore:
+    """A document in memory, with its attachments."""
+    table, data = (None, b"") if attachments is None else attachments
     return TokenStore(
         ids=ids,
         labels=None,
         offsets=np.array([0, len(ids)]),
-        images=table,
-        image_data=np.frombuffer(data, dtype=np.uint8),
+        attachments=table,
+        attachment_data=np.frombuffer(data, dtype=np.uint8),
     )
 
 
@@ -243,7 +242,8 @@ def open_store(
     wait; if the building rank fails, its job ends them.
     Raises RecipeError if a file or row cannot be used, or does not fit the model.
     """
-    encoder = make_encoder(data.kind, data, tokenizer=tokenizer, images=model.row_images)
+    modalities = model.attachments.modalities
+    encoder = make_encoder(data.kind, data, tokenizer=tokenizer, modalities=modalities)
     most = data.max_document_bytes
     notes: list[str] = []
     parts = find_parts(
@@ -348,12 +348,12 @@ def rows_of_documents(
     wanted: set[int],
     *,
     tokenizer: str | None,
-    images: RowImages | None = None,
+    modalities: tuple[Modality, ...] = (),
     validation: bool = False,
 ) -> dict[int, DocumentRow]:
     """The rows of documents of a store, by the documents' numbers. Reads these rows again, and of
     their files what comes before them in the same part."""
-    encoder = make_encoder(data.kind, data, tokenizer=tokenizer, images=images)
+    encoder = make_encoder(data.kind, data, tokenizer=tokenizer, modalities=modalities)
     parts = find_parts(
         patterns, kind=data.kind, validation=validation, max_document=data.max_document_bytes
     )
@@ -517,7 +517,7 @@ def _continued(folder: Path, scratch: Path, tasks: int, lock: Ownership) -> Stor
 
 def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore:
     labels = folder / "labels.bin"
-    images, image_data = folder / "images.bin", folder / "image_data.bin"
+    attachments, data = folder / "attachments.bin", folder / "attachment_data.bin"
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     files = {part.name: part.size for part in parts}
     counts = {name: meta[name] for name in ("documents", "tokens", "content")}
@@ -529,8 +529,8 @@ def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore
         **stored_columns(folder, encoder.kind, offsets),
         hashes=MappedArray(folder / "hashes.bin", dtype=np.uint64, mode="r"),
         origins=MappedArray(folder / "origins.bin", dtype=ORIGIN, mode="r"),
-        images=np.fromfile(images, dtype=IMAGE) if images.exists() else None,
-        image_data=MappedArray(image_data, dtype=np.uint8, mode="r") if images.exists() else None,
+        attachments=np.fromfile(attachments, dtype=ATTACHMENT) if attachments.exists() else None,
+        attachment_data=MappedArray(data, dtype=np.uint8, mode="r") if data.exists() else None,
         folder=folder,
         fingerprint={"files": files, **encoder.fingerprint(), **counts},
         notes=encoder.notes,
@@ -638,7 +638,7 @@ def _run_task(
                 for encoded in some:
                     check_range(encoded, model)
             held += store.ids.nbytes
-            held += 0 if store.image_data is None else store.image_data.nbytes
+            held += 0 if store.attachment_data is None else store.attachment_data.nbytes
             if held > _MEMORY_BYTES:
                 store = spilled(store, spill / f"{_SPILL}{os.getpid()}-{uuid.uuid4().hex}")
             stores.append(store)
@@ -663,7 +663,8 @@ def store_rows(rows: list[Encoded], files: Mapping[str, int] | None = None) -> T
     if files is not None:
         of_rows = ((files[e.row.part.name], e.row.number, e.row.part.start) for e in documents)
         origins = np.array(list(of_rows), dtype=ORIGIN)
-    images = join_images([row.images for row in documents], offsets[:-1].tolist())
+    attachments = join_attachments([row.attachments for row in documents], offsets[:-1].tolist())
+    table, data = (None, None) if attachments is None else attachments
     return TokenStore(
         ids=_joined([row.ids for row in documents]),
         labels=_joined([row.targets for row in documents]) if labelled else None,
@@ -674,8 +675,8 @@ def store_rows(rows: list[Encoded], files: Mapping[str, int] | None = None) -> T
         weights=np.concatenate(weights) if weights else None,
         margins=_column([row.margin for row in documents], np.float32),
         origins=origins,
-        images=None if images is None else images[0],
-        image_data=None if images is None else np.frombuffer(images[1], dtype=np.uint8),
+        attachments=table,
+        attachment_data=None if data is None else np.frombuffer(data, dtype=np.uint8),
         skipped=skipped,
         largest_id=max(
             (int(ids.max(initial=-1)) for row in documents for ids in (row.ids, row.targets)),

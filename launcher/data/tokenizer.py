@@ -231,7 +231,7 @@ def hugging_face_tokenizer(name: str) -> PreTrainedTokenizerBase:
         fix = _fix_of_mistral(folder, content)
         tokenizer = open_tokenizer(folder, content, trusted=trusted, **fix)
         tokenizer.corrected = fix.get("fix_mistral_regex", False)
-        if not tokenizer.chat_template:  # where processors of images keep theirs
+        if not tokenizer.chat_template:  # where processors keep theirs
             tokenizer.chat_template = read_json(folder / CHAT_TEMPLATE).get("chat_template")
         return cast("PreTrainedTokenizerBase", tokenizer)
     except Exception as error:  # broken files raise many classes

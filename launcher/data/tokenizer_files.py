@@ -29,6 +29,8 @@ from launcher.sources.hub import CHAT_TEMPLATE, NAMED_TEMPLATES, copy_files
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from launcher.data.modality import Modality
+
 logger = logging.getLogger(__name__)
 
 _FILES = (
@@ -44,7 +46,7 @@ _FILES = (
 )
 """Files of tokenizers. A class may name others."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-"""Files of a processor of images."""
+"""Files of a processor."""
 _OF_THIS_MACHINE = ("is_local", "local_files_only", "backend")
 """Keys that transformers 5 writes and does not read."""
 
@@ -64,8 +66,8 @@ class KeptTokenizer:
     end: str | None = None
     """A token that takes the place of the eos_token: one that ends the answers of training, and that
     other programs do not know as an end. `tokenizer` has it, too."""
-    max_pixels: int | None = None
-    """Of the processor of images beside it (images.max_pixels); None: its own limit stays."""
+    modalities: tuple[Modality, ...] = ()
+    """Of the attachments whose processors are beside it."""
 
     def save(self, folder: Path) -> None:
         """Writes the tokenizer's files into an existing folder, which has the model's files.
@@ -86,9 +88,9 @@ class KeptTokenizer:
             _edit(folder / name, self._set_end)
         _edit(folder / CONFIG, lambda config: self._make_readable(config, folder, source))
         self._keep_ids(folder)
-        if (most := self.max_pixels) is not None:
-            for name in PROCESSOR_FILES:
-                _edit(folder / name, lambda content: limit_pixels(content, most))
+        for modality in self.modalities:
+            for name in PROCESSOR_FILES if modality.limited else ():
+                _edit(folder / name, modality.limit_file)
 
     def _set_end(self, config: Json) -> None:
         if self.end is not None and "eos_token" in config:
@@ -177,30 +179,6 @@ class KeptTokenizer:
             config["tokenizer_class"] = "PreTrainedTokenizerFast"
         if isinstance(config.get("extra_special_tokens"), list):
             config["additional_special_tokens"] = config.pop("extra_special_tokens")
-
-
-def limit_pixels(content: Json, max_pixels: int) -> None:
-    """Writes the largest number of pixels of an image into the content of a processor's file: a model
-    should see images as it was trained on them."""
-    for section in (content, content.get("image_processor")):
-        size = section.get("size") if isinstance(section, dict) else None
-        if isinstance(size, dict) and isinstance(size.get("longest_edge"), int):
-            size["longest_edge"] = min(max_pixels, size["longest_edge"])
-        if isinstance(section, dict) and isinstance(section.get("max_pixels"), int):
-            section["max_pixels"] = min(max_pixels, section["max_pixels"])
-
-
-def pixel_limit(folder: Path) -> int | None:
-    """The largest number of pixels of an image in a processor's files (`limit_pixels`); None: there
-    is none."""
-    for name in PROCESSOR_FILES:
-        content = read_json(folder / name)
-        for section in (content, content.get("image_processor")):
-            size = section.get("size") if isinstance(section, dict) else None
-            most = size.get("longest_edge") if isinstance(size, dict) else None
-            if isinstance(most, int):
-                return most
-    return None
 
 
 def _set_template(folder: Path, template: str) -> None:

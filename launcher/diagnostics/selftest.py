@@ -26,6 +26,7 @@ from launcher.models.build import make_config
 from launcher.models.config_keys import check_config_keys
 from launcher.models.names import clean_name
 from launcher.models.shards import local_columns, local_rows
+from launcher.recipe.layouts import ATTACHMENTS
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import (
     ActivationCheckpointing,
@@ -262,9 +263,11 @@ def selftest_recipe(setting: Json) -> Recipe:
     loaded = load_recipe(setting["recipe"], ranks=None)
     check_config_keys(loaded)
     recipe = loaded.recipe
-    if recipe.images is not None and setting["shrink"]:
-        what = "a small model would not fit its processor of images; leave it out"
-        raise RecipeError(f"command line: shrink: {what}, or set images=null and data of text")
+    if recipe.attachments and setting["shrink"]:
+        names = [ATTACHMENTS[kind] for kind in recipe.attachments]
+        what = f"a small model would not fit its processor of {names[0]}; leave it out"
+        text = " ".join(f"{name}=null" for name in names)
+        raise RecipeError(f"command line: shrink: {what}, or set {text} and data of text")
     data, model, schedule = recipe.data, recipe.model, recipe.schedule
     built = model.path is None and model.config is None  # by the user's own function
     return replace(

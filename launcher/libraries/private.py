@@ -677,8 +677,8 @@ def kernel_functions(module: ModuleType) -> dict[str, KernelFunction]:
 
 
 def replace_deepstack(text: nn.Module, add: Callable[..., torch.Tensor]) -> None:
-    """Replaces the method of Qwen3-VL's text model that adds features of images to hidden states.
-    Without it such models cannot be trained on images: an AssertionError."""
+    """Replaces the method of Qwen3-VL's text model that adds features of a tower to hidden states.
+    Without it such models cannot be trained on attachments: an AssertionError."""
     assert hasattr(text, "_deepstack_process"), type(text).__name__
     text._deepstack_process = add  # type: ignore[assignment]
 
@@ -686,7 +686,7 @@ def replace_deepstack(text: nn.Module, add: Callable[..., torch.Tensor]) -> None
 @contextmanager
 def without_block_mask() -> Iterator[None]:
     """A context in which Pixtral's tower makes no mask of patches x patches, for attention that has the
-    bounds of images. Without it Mistral 3 cannot be trained on images: an AssertionError."""
+    bounds of attachments. Without it Mistral 3 cannot be trained on these: an AssertionError."""
     from transformers.models.pixtral import modeling_pixtral
 
     name = "generate_block_attention_mask"

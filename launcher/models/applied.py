@@ -13,6 +13,7 @@ from launcher.models.micro_batch import Masking
 if TYPE_CHECKING:
     from launcher.models.description import ModelDescription
     from launcher.models.head import Head
+    from launcher.models.towers import Towers
 
 
 @dataclass
@@ -40,8 +41,8 @@ class Applied:
     documents: DocumentsOfCall | None = None
     """What recurrent layers share that compute each document of a packed row by itself. The model
     takes the argument `documents` then."""
-    images: Any = None
-    """The `ImageTower`, if rows have images."""
+    towers: Towers | None = None
+    """What computes attachments, if rows have some."""
     head: Head | None = None
     """It computes losses without full logits, or of a reward model the scores of all tokens."""
     rows_divided: int = 1

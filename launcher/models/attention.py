@@ -47,7 +47,7 @@ from launcher.models.documents import documents_at
 from launcher.models.micro_batch import Masking
 from launcher.models.predictions import logits
 from launcher.models.recurrent import can_separate_documents
-from launcher.models.tower_inputs import ImageForm
+from launcher.models.tower_inputs import TowerForm
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -340,10 +340,10 @@ def _use_varlen(
 
 
 def use_tower_attention(
-    model: PreTrainedModel, form: ImageForm, *, device: torch.device, compute_dtype: torch.dtype
+    model: PreTrainedModel, form: TowerForm, *, device: torch.device, compute_dtype: torch.dtype
 ) -> None:
-    """Replaces the attention of a tower where the host would wait for the device. For images of several
-    lengths the device must have a kernel; elsewhere the host waits."""
+    """Replaces the attention of a tower where the host would wait for the device. For attachments of
+    several lengths the device must have a kernel; elsewhere the host waits."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     name = form.attention
@@ -356,7 +356,7 @@ def use_tower_attention(
 
 
 def set_text_attention(model: PreTrainedModel, name: str) -> None:
-    """Sets the attention of the text model. In an image tower attention is not causal."""
+    """Sets the attention of the text model. In a tower attention is not causal."""
     text, parts = text_config(model), model.config.sub_configs
     keys = [key for key in parts if getattr(model.config, key, None) is text]
     model.set_attn_implementation(dict.fromkeys(keys, name) if keys else name)
@@ -425,10 +425,10 @@ def has_varlen_kernel(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cuda" if trace is None else trace.cuda
 
 
-def document_lengths(bounds: torch.Tensor, *, of_images: bool = False) -> list[int]:
-    """Tokens of each document, or patches of each image or window. Synchronizes with the device."""
+def document_lengths(bounds: torch.Tensor, *, of_tower: bool = False) -> list[int]:
+    """Tokens of each document, or patches of each attachment or window. Synchronizes with the device."""
     if (trace := tracing.current()) is not None:
-        kinds = trace.image_lengths if of_images else (trace.document_lengths,)
+        kinds = trace.tower_lengths if of_tower else (trace.document_lengths,)
         return list(next(lengths for lengths in kinds if len(lengths) == len(bounds) - 1))
     lengths: list[int] = bounds.diff().tolist()
     return lengths
@@ -443,7 +443,7 @@ def varlen_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention within documents, by transformers' attention interface: causal, unless `is_causal`
-    or this attribute of the module is False, as in image towers, whose documents are images or parts of
+    or this attribute of the module is False, as in towers, whose documents are attachments or parts of
     them.
 
     query, key and value are (batch, heads, tokens, head size), the result is (batch, tokens, heads,
@@ -494,7 +494,7 @@ def _bounds_of_rows(query: torch.Tensor) -> Call:
 )
 def _each_document(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:
     """Not compiled: its graph would depend on the number of documents and on their lengths."""
-    sizes = document_lengths(options["cu_seq_lens_q"], of_images=not _is_causal(options))
+    sizes = document_lengths(options["cu_seq_lens_q"], of_tower=not _is_causal(options))
     parts = []
     for document in zip(*(torch.split(tensor, sizes) for tensor in inputs), strict=True):
         dense = [tensor.transpose(0, 1).unsqueeze(0) for tensor in document]

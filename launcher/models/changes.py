@@ -29,7 +29,6 @@ from launcher.models.description import embeddings, parts_without_text
 from launcher.models.experts import apply_expert_parallel
 from launcher.models.float8 import use_float8
 from launcher.models.head import Head, Transform, logits_transform
-from launcher.models.images import Trained, use_images
 from launcher.models.load import Load, ModelCheckpoint, starting_weights
 from launcher.models.lora import add_adapters
 from launcher.models.new_rows import grow_vocabulary
@@ -37,8 +36,10 @@ from launcher.models.nf4_layers import quantize_blocks
 from launcher.models.precision import kept_in_float32
 from launcher.models.recurrent import separate_documents, use_operators_without_values
 from launcher.models.tensor_parallel import PlannedMesh, apply_tensor_parallel
+from launcher.models.towers import Trained, use_towers
 from launcher.recipe import schema
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, other_base
+from launcher.recipe.layouts import ATTACHMENTS, nouns_of, with_article
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +80,8 @@ def change_weights(
     *,
     seed: int,
     new_ids: range,
-    images: Trained | None,
-    blank_image: Mapping[str, torch.Tensor],
+    attachments: Mapping[str, Trained],
+    blank: Mapping[str, Mapping[str, torch.Tensor]],
     lora: schema.Lora | None,
     float8: str | None,
     fsdp: bool,
@@ -90,9 +91,8 @@ def change_weights(
     """Decides what the weights of a meta model are, in which dtype, and which are trained.
 
     float8: a name of torchao's recipes, for the blocks. fsdp: whether the strategy is. dtype: of
-    computation, in which frozen weights are held. device: the kind that computes. images: what
-    is trained beside the text model (images.train); None: rows are text. blank_image: see
-    `use_images`. Raises
+    computation, in which frozen weights are held. device: the kind that computes. attachments, blank:
+    see `use_towers`. Raises
     RecipeError if the model cannot be changed so, or if a checkpoint or an adapter does not fit.
     """
     # Before adapters, which are linear layers, too, and stay in their own dtype
@@ -103,8 +103,8 @@ def change_weights(
     # embeddings
     init_fn, stored_dtype, source = starting_weights(section, model, seed=seed, new_ids=new_ids)
     # After the checkpoint, which sets anew what is trained
-    if images is not None:
-        use_images(model, images, blank_image)
+    if attachments:
+        use_towers(model, attachments, blank)
     else:  # DDP would wait for their gradients
         for name in parts_without_text(model):
             model.get_parameter(name).requires_grad_(False)
@@ -171,13 +171,15 @@ def change_forward(
     compile: compile this loss. attention: model.attention. Raises RecipeError if the model cannot keep documents apart.
     """
     # After everything that adds or replaces layers: these run a copy of the model on meta
-    tower = applied(model).images
-    if packed and tower is not None and not tower.keeps_documents_apart:
-        what = f"{type(model).__name__} makes masks of its images that are not known"
+    towers = applied(model).towers
+    if packed and towers is not None and not towers.keeps_documents_apart:
+        nouns = nouns_of(towers.kinds)
+        what = f"{type(model).__name__} makes masks of its {nouns} that are not known"
         raise RecipeError(f"data.packing: {what}; use data.packing=false")
-    if tower is not None and tower.inputs is not None:
-        use_tower_attention(model, tower.inputs.form, device=device, compute_dtype=dtype)
-    if tower is not None and tower.both_ways:
+    for tower in () if towers is None else towers.kinds.values():
+        if tower.inputs is not None:
+            use_tower_attention(model, tower.inputs.form, device=device, compute_dtype=dtype)
+    if towers is not None and towers.both_ways:
         pass  # attention keeps its masks
     elif packed:
         # Before attention, whose trial passes the bounds of documents to all layers
@@ -208,13 +210,15 @@ def divide_rows(
 ) -> None:
     """Divides rows over the ranks of a group (context parallelism): see `apply_context_parallel`,
     whose errors it raises."""
-    tower = applied(model).images
-    if tower is not None and (tower.both_ways or tower.inputs is None):
+    towers = applied(model).towers
+    if towers is not None and (towers.both_ways or not towers.inputs_known):
         key, name = "strategy.context_parallel_size", type(model).__name__
-        why = "does not say which features of an image belong to a part of a row"
-        if tower.both_ways:
-            why = "attends to images in both directions, with masks that cannot be divided"
-        raise RecipeError(f"{key}: {name} {why}; use 1, or set images=null for rows of text")
+        kind, nouns = next(iter(towers.kinds)), nouns_of(towers.kinds)
+        why = f"does not say which features of {with_article(kind)} belong to a part of a row"
+        if towers.both_ways:
+            why = f"attends to {nouns} in both directions, with masks that cannot be divided"
+        without = " ".join(f"{ATTACHMENTS[kind]}=null" for kind in towers.kinds)
+        raise RecipeError(f"{key}: {name} {why}; use 1, or set {without} for rows of text")
     # Before layers are divided: it checks the heads of the whole model. Before blocks are measured
     # for activation checkpointing: they have the attention that they will have
     apply_context_parallel(

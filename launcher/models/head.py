@@ -441,7 +441,7 @@ def logits_transform(model: PreTrainedModel) -> Transform | None:
     scale /= number("logits_scaling") or 1.0
     transform = Transform(scale, number("final_logit_softcapping"))
     bases = [lambda model: model.base_model]
-    if text_config(model) is not model.config:  # of images and text
+    if text_config(model) is not model.config:  # of more than text
         bases.append(_decoder)  # its forward may be called without that of the base model
     return transform if any(_is_last(model, base, transform) for base in bases) else None
 

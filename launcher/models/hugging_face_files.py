@@ -55,7 +55,7 @@ _ALWAYS = (
 LABELS = "labels.json"
 """File beside a classifier's adapter with the names of its classes."""
 PROCESSOR = ("*processor_config.json", CHAT_TEMPLATE)
-"""Files of the processor of a model of images and text."""
+"""Files of the processor of a model of more than text."""
 COMPANIONS = (*PROCESSOR, "LICENSE*", "NOTICE*", "USE_POLICY*")
 """Files of a checkpoint that an export copies: the processor's, and the license."""
 WRITTEN = (

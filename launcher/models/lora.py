@@ -19,15 +19,15 @@ from launcher.models.adapted import (
     mark_adapted,
     scale_of,
 )
-from launcher.models.applied import applied
 from launcher.models.description import describe, embeddings, is_classifier, parts_without_text
 from launcher.models.dora import Dora
 from launcher.models.grouped_experts import add_factors, expert_weights
-from launcher.models.images import is_of_projector
 from launcher.models.names import clean_name
 from launcher.models.new_rows import add_new_rows
 from launcher.models.read_by_weight import read_by_weight
 from launcher.models.ties import tied_names
+from launcher.models.towers import is_of_projector, seen_by
+from launcher.recipe.layouts import nouns_of
 from launcher.recipe.schema import Lora
 from launcher.sources.hub import split_revision
 
@@ -243,11 +243,11 @@ def _named_targets(
             problems.append(f"{ALL_LINEAR} stands alone: leave out the others")
         elif everywhere and not matched:
             what = f"{everywhere[0]} is in a part that text does not use"
-            if applied(model).images is not None:
+            if kinds := seen_by(model):
                 what = (
                     f"{everywhere[0]} is not in the text model, whose layers alone get adapters; "
                 )
-                what += "lora.modules_to_save trains the projector of images whole"
+                what += f"lora.modules_to_save trains the projector of {nouns_of(kinds)} whole"
             problems.append(f"{target}: {what}; available: {available}")
         elif odd := [name for name in _odd_layers(model) if not matched and _matches(name, target)]:
             kind = type(model.get_submodule(odd[0])).__name__
@@ -386,17 +386,19 @@ def _saved_modules(model: nn.Module, lora: Lora) -> list[str]:
         outside = (name for name, _ in model.named_children() if name != model.base_model_prefix)
         saved = [name for name in outside if name in modules]
     blocks = tuple(f"{block}." for block in describe(model).blocks)
-    unused = parts_without_text(model)
+    unused, kinds = parts_without_text(model), seen_by(model)
     for entry in lora.modules_to_save or ():
         found = [name for name in modules if name and _matches(name, entry)]
         saved += [name for name in found if name not in saved]
         rest = [other for other in unused if other.startswith(tuple(f"{name}." for name in found))]
-        if applied(model).images is not None:
-            rest = [other for other in rest if not is_of_projector(other)]
+        rest = [other for other in rest if not is_of_projector(other, kinds)]
         if rest:
             what = f"{entry}: {found[0]} has weights that text does not use"
-            if applied(model).images is not None:
-                what = f"{entry}: {found[0]} is not only the projector of images, and of the parts "
+            if kinds:
+                nouns = nouns_of(kinds)
+                what = (
+                    f"{entry}: {found[0]} is not only the projector of {nouns}, and of the parts "
+                )
                 what += "beside the text model lora trains no other"
             problems.append(f"lora.modules_to_save: {what}")
         if not found:
@@ -414,16 +416,16 @@ def _saved_modules(model: nn.Module, lora: Lora) -> list[str]:
 
 def _may_be_saved(model: nn.Module) -> Iterator[str]:
     """Names of modules that modules_to_save may name: those of text with weights of their own, and
-    with images the outermost ones of the projector."""
-    unused, inside = {*parts_without_text(model)}, "\0"
+    with attachments the outermost ones of the projector."""
+    unused, inside, kinds = {*parts_without_text(model)}, "\0", seen_by(model)
     for name, module in model.named_modules():
         within = {f"{name}.{weight}" for weight, _ in module.named_parameters()}
         own = {f"{name}.{weight}" for weight, _ in module.named_parameters(recurse=False)}
         if own and not own & unused:
             yield name
-        elif applied(model).images is None or name.startswith(inside):
+        elif not kinds or name.startswith(inside):
             continue
-        elif within and within <= unused and all(map(is_of_projector, within)):
+        elif within and within <= unused and all(is_of_projector(n, kinds) for n in within):
             yield name
             inside = f"{name}."
 

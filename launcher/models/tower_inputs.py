@@ -2,7 +2,7 @@
 
 transformers computes indices in the tower, from the sizes of images on the device: the host waits for
 the device several times in each layer. Here the loader makes them. A family has a form of images
-(`ImageForm`), which knows what its tower takes of the processor's arrays, how the tower is called, and
+(`TowerForm`), which knows what its tower takes of the processor's arrays, how the tower is called, and
 how large images can be.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,7 +33,7 @@ for towers that pass the bounds of images only to an attention whose name contai
 pass parts of a row, for which the host waits for the device (transformers 5.17 to 5.23)."""
 
 
-class ImageForm(ABC):
+class TowerForm(ABC):
     """The form in which the tower of a family takes images."""
 
     attention: ClassVar[str | None] = None
@@ -48,7 +48,7 @@ class ImageForm(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, config: Any) -> ImageForm | None:
+    def of(cls, config: Any) -> TowerForm | None:
         """The form of a model with this config; None: the model is another one than those that are
         known of the family."""
 
@@ -85,7 +85,7 @@ class ImageForm(ABC):
 
 
 @dataclass(frozen=True)
-class PatchGrid(ImageForm):
+class PatchGrid(TowerForm):
     """Qwen-VL: each image is a grid of patches, and all patches are one row. The tower takes its
     indices as arguments (`image_*` of transformers' `accepts_precomputed_kwargs`)."""
 
@@ -171,7 +171,7 @@ class PatchGrid(ImageForm):
 
 
 @dataclass(frozen=True)
-class OneSize(ImageForm):
+class OneSize(TowerForm):
     """Gemma 3, LLaVA: all images are scaled to one size."""
 
     size: int
@@ -194,7 +194,7 @@ class OneSize(ImageForm):
 
     @property
     def patch_values(self) -> int:  # type: ignore[override]
-        """See `ImageForm`."""
+        """See `TowerForm`."""
         return 3 * self.patch**2
 
     @property
@@ -250,7 +250,7 @@ class Tiles(OneSize):
 
 
 @dataclass(frozen=True)
-class PaddedPatches(ImageForm):
+class PaddedPatches(TowerForm):
     """Gemma 4: images keep their shapes, are scaled to at most so many patches, and padded to that
     number."""
 
@@ -327,7 +327,7 @@ class PaddedPatches(ImageForm):
 
 
 @dataclass(frozen=True)
-class PaddedImages(ImageForm):
+class PaddedImages(TowerForm):
     """Mistral 3 (Pixtral): images keep their shapes, and are padded to the largest of a micro-batch.
     The patches of all images are one row, without those of padding."""
 
@@ -349,7 +349,7 @@ class PaddedImages(ImageForm):
 
     @property
     def patch_values(self) -> int:  # type: ignore[override]
-        """See `ImageForm`."""
+        """See `TowerForm`."""
         return 3 * self.patch**2
 
     def arguments(self, arrays: Arrays) -> dict[str, Any]:
@@ -389,7 +389,7 @@ class PaddedImages(ImageForm):
         return rows * columns, (0, 0), arrays
 
 
-FORMS: dict[str, type[ImageForm]] = {
+FORMS: dict[str, type[TowerForm]] = {
     "gemma3": OneSize,
     "gemma4": PaddedPatches,
     "idefics3": Tiles,
@@ -406,9 +406,46 @@ FORMS: dict[str, type[ImageForm]] = {
 """By model type."""
 
 
-def form_of(config: Any) -> ImageForm | None:
-    """The form in which a model takes images; None: of this family it is not known."""
-    form = FORMS.get(config.model_type)
+@dataclass(frozen=True)
+class TowerKind:
+    """What transformers calls what models have for a kind of attachments."""
+
+    tower: str
+    """The kind whose tower it uses: that of images sees videos, too."""
+    features: str
+    """The method of a model's base that runs the tower."""
+    token: str
+    """The key of a config with the token whose embeddings are replaced by features."""
+    config: str
+    """The key of a config with that of the tower."""
+    forms: Mapping[str, type[TowerForm]]
+    """By model type."""
+    smaller: str
+    """How attachments become smaller, for a plan."""
+
+
+TOWERS = {
+    "image": TowerKind(
+        tower="image",
+        features="get_image_features",
+        token="image_token_id",
+        config="vision_config",
+        forms=FORMS,
+        smaller="images.max_pixels makes images smaller",
+    ),
+}
+"""By the kind of attachments (`launcher/recipe/layouts.py`)."""
+
+
+def is_of_tower(name: str, kinds: Collection[str]) -> bool:
+    """Whether a module or parameter that text does not use is for one of these kinds of attachments,
+    by its name."""
+    return ("audio" if "audio" in name else "image") in {TOWERS[kind].tower for kind in kinds}
+
+
+def form_of(config: Any, kind: str) -> TowerForm | None:
+    """The form in which a model takes attachments of a kind; None: of this family it is not known."""
+    form = TOWERS[kind].forms.get(config.model_type)
     return None if form is None else form.of(config)
 
 
@@ -433,7 +470,7 @@ class TowerOperations:
     """Of matrix products, for each patch."""
     token: float = 0.0
     """The same of the projector, for each token."""
-    image: float = 0.0
+    whole: float = 0.0
     """Of attention, for each squared number of patches of an image."""
     window: float = 0.0
     """The same for windows."""
@@ -444,11 +481,11 @@ class TowerOperations:
 
 @dataclass(frozen=True)
 class TowerInputs:
-    """How the images of a micro-batch become the arguments of `ImageTower`."""
+    """How the attachments of a micro-batch become the arguments of a tower."""
 
-    image_token: int
+    token: int
     """The token whose embeddings are replaced by features."""
-    form: ImageForm
+    form: TowerForm
     operations: TowerOperations = TowerOperations()
 
     def make(
@@ -457,14 +494,14 @@ class TowerInputs:
         ids: torch.Tensor,
         pixel_table: npt.NDArray[np.float32] | None = None,
     ) -> dict[str, Any]:
-        """`tower`, the arguments of `ImageForm.features`, and `image_positions`, those of the image
-        tokens in the flattened rows. ids: (rows, tokens). pixel_table: for pixels in uint8; it is
+        """`tower`, the arguments of `TowerForm.features`, and `positions`, those of the tokens in the
+        flattened rows. ids: (rows, tokens). pixel_table: for pixels in uint8; it is
         among the arguments then, for `normalized`."""
         made = self.form.arguments(arrays)
         if pixel_table is not None:
             made["pixel_table"] = torch.from_numpy(pixel_table)
-        positions = (ids.flatten() == self.image_token).nonzero()[:, 0]
-        return {"tower": made, "image_positions": positions}
+        positions = (ids.flatten() == self.token).nonzero()[:, 0]
+        return {"tower": made, "positions": positions}
 
     def patches(self, tower: Mapping[str, Any]) -> int:
         """The patches of all images. tower: of `make`."""
@@ -475,11 +512,11 @@ class TowerInputs:
         images."""
         own, (images, windows) = self.operations, self.form.squares(tower)
         products = own.patch * self.form.patches(tower) + own.token * tokens
-        return products, own.image * images + own.window * windows
+        return products, own.whole * images + own.window * windows
 
 
 def normalized(tower: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of `ImageForm.features`, of those of `TowerInputs.make`: pixels in uint8 are
+    """The arguments of `TowerForm.features`, of those of `TowerInputs.make`: pixels in uint8 are
     looked up in the table of their colour, which gives the values of the processor exactly."""
     made = dict(tower)
     if (table := made.pop("pixel_table", None)) is not None:

@@ -24,8 +24,8 @@ class Trace:
     document_lengths: tuple[int, ...] = ()
     """Tokens of each document of a micro-batch in which attention keeps documents apart by
     length."""
-    image_lengths: tuple[tuple[int, ...], ...] = ()
-    """The same of the patches in a tower: of images, and of their windows."""
+    tower_lengths: tuple[tuple[int, ...], ...] = ()
+    """The same of the patches in a tower: of attachments, and of their windows."""
 
 
 # Not a ContextVar, which compiled code cannot read

@@ -15,8 +15,8 @@ from launcher.data.collation import (
     NOTHING,
     Collated,
     Piece,
+    RowInputs,
     Sample,
-    TextInputs,
     make_sample,
     padded,
 )
@@ -88,7 +88,7 @@ class Answers(Objective):
             reference = self.reference.flatten()[of_token]
         return make_sample(pieces) | {"answers": of_token, "reference": reference}
 
-    def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated:
+    def collate(self, rows: list[Sample], inputs: RowInputs) -> Collated:
         """See `collate_answers`."""
         return collate_answers(rows, inputs, self.answers)
 
@@ -179,7 +179,7 @@ class Pairs(Objective):
 
 
 def collate_answers(
-    rows: list[Sample], inputs: TextInputs, answers: int, of_answers: tuple[str, ...] = ()
+    rows: list[Sample], inputs: RowInputs, answers: int, of_answers: tuple[str, ...] = ()
 ) -> Collated:
     """A micro-batch of `collate_sequences` from samples of `Answers`, padded as there. A row holds
     several documents even if it is not packed. `loss_tokens` is the number of documents of the

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from launcher.data.collation import Collated, Sample, TextInputs, make_sample
+from launcher.data.collation import Collated, RowInputs, Sample, make_sample
 from launcher.data.custom import CustomData
 from launcher.data.dataset import MapData, SequenceDataset
 from launcher.data.packing import Integers, Sequences, first_names, no_targets, pack
@@ -26,6 +26,7 @@ from launcher.data.token_store import ModelInputs, TokenStore
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.recipe import schema
+from launcher.recipe.layouts import ATTACHMENTS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,20 +43,26 @@ Scores = tuple[Mapping[str, float], int]
 """Scores of an evaluation by name, and the number of samples that they are means over."""
 
 
-def count_images(dataset: SequenceDataset) -> tuple[int, int]:
-    """The images in the sequences of a data set, and those of its documents that are in none, because
-    their document is dropped or cut before them."""
+def count_attachments(dataset: SequenceDataset) -> dict[str, tuple[int, int]]:
+    """By their nouns (`ATTACHMENTS`): the attachments in the sequences of a data set, and those of
+    its documents that are in none, because their document is dropped or cut before them. Without those
+    of which there are none."""
     store, sequences = dataset.store, dataset.sequences
-    if store.images is None:
-        return 0, 0
+    counts: dict[str, tuple[int, int]] = {}
+    for kind, nouns in enumerate(ATTACHMENTS.values()):
+        if store.attachments is None:
+            continue
+        first = store.attachments["first"][store.attachments["kind"] == kind]
 
-    def count(starts: Integers, ends: Integers) -> int:
-        first = store.images["first"]  # type: ignore[index]
-        return int((np.searchsorted(first, ends) - np.searchsorted(first, starts)).sum())
+        def count(starts: Integers, ends: Integers, first: Integers = first) -> int:
+            return int((np.searchsorted(first, ends) - np.searchsorted(first, starts)).sum())
 
-    used = count(sequences.starts, sequences.starts + sequences.lengths)
-    wanted = slice(None) if dataset.documents is None else dataset.documents
-    return used, count(store.offsets[:-1][wanted], store.offsets[1:][wanted]) - used
+        used = count(sequences.starts, sequences.starts + sequences.lengths)
+        wanted = slice(None) if dataset.documents is None else dataset.documents
+        lost = count(store.offsets[:-1][wanted], store.offsets[1:][wanted]) - used
+        if used or lost:
+            counts[nouns] = used, lost
+    return counts
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class Example:
 
     data: schema.Data
     rows: int
-    inputs: TextInputs
+    inputs: RowInputs
     documents: int
     """Documents of equal length in a packed row."""
     vocabulary: int
@@ -178,7 +185,7 @@ class Objective(ABC):
             sequence_length=data.sequence_length,
             documents=documents,
             drops_overlong=data.drops_overlong,
-            images=store.images,
+            attachments=store.attachments,
         )
 
     def for_model(self, data: schema.Data, model: ModelInputs) -> Objective:
@@ -201,7 +208,7 @@ class Objective(ABC):
         """A sample: `input_ids` and `targets`, and what `collate` takes beside them."""
         return dataset.next_tokens(index)
 
-    def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated:
+    def collate(self, rows: list[Sample], inputs: RowInputs) -> Collated:
         """A micro-batch of samples."""
         return inputs.collate(rows)
 
@@ -224,9 +231,8 @@ class Objective(ABC):
         if dataset.packed:
             padding = 1 - tokens / (count * dataset.length)
             text += f", packed ({padding:.1%} padding; kept apart by {dataset.inputs.kept_apart})"
-        images, lost = count_images(dataset)
-        if images or lost:
-            text += f"; {images:,} images"
+        for nouns, (used, lost) in count_attachments(dataset).items():
+            text += f"; {used:,} {nouns}"
             text += f" ({lost:,} more are dropped or cut off)" if lost else ""
         if dataset.store.labels is not None and self.targets_are_fixed:
             text += f"; {sequences.targets / tokens:.1%} of these tokens carry loss"
@@ -318,7 +324,8 @@ class Objective(ABC):
 
     def example(self, about: Example) -> Collated:
         """A micro-batch as large as a full one can be, without data."""
-        rows = [about.inputs.filled(row) for row in self.example_rows(about)]
+        attachments = about.inputs.attachments
+        rows = [attachments.with_largest_attachments(row) for row in self.example_rows(about)]
         return self.collate(rows, about.inputs)
 
     def with_example(self, about: Example) -> tuple[Objective, Collated]:

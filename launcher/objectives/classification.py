@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from launcher.data.batching import NO_SAMPLE
-from launcher.data.collation import EMPTY, Collated, Sample, TextInputs, collated, padded
+from launcher.data.collation import EMPTY, Collated, RowInputs, Sample, collated, padded
 from launcher.data.dataset import SequenceDataset
 from launcher.data.packing import Integers, Sequences
 from launcher.data.token_store import TokenStore
@@ -50,7 +50,7 @@ class Classification(Objective):
             "targets": store.classes[document : document + 1].astype(np.int64),
         }
 
-    def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated:
+    def collate(self, rows: list[Sample], inputs: RowInputs) -> Collated:
         """See `collate_classified`."""
         return collate_classified(rows, inputs)
 
@@ -115,7 +115,7 @@ class Classification(Objective):
         return Collated(micro_batch, tokens=rows * length, loss_tokens=rows)
 
 
-def collate_classified(rows: list[Sample], inputs: TextInputs) -> Collated:
+def collate_classified(rows: list[Sample], inputs: RowInputs) -> Collated:
     """A micro-batch of rows with a class each: `input_ids` and `attention_mask` (rows, tokens),
     padded on the right to the longest row as in `padded_width`, and `targets` (rows,)."""
     ids = [row["input_ids"] for row in rows]

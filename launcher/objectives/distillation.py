@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from launcher.data.batching import NO_SAMPLE
-from launcher.data.collation import Collated, Sample, TextInputs, with_positions
+from launcher.data.collation import Collated, RowInputs, Sample, with_positions
 from launcher.data.dataset import SequenceDataset
 from launcher.errors import RecipeError
 from launcher.models.head import Chunking
@@ -71,7 +71,7 @@ class Distillation(Objective):
         begin, end = (0, 0) if index == NO_SAMPLE else self.first[index : index + 2].tolist()
         return sample | {"teacher": np.array(self.teacher[begin:end])}
 
-    def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated:
+    def collate(self, rows: list[Sample], inputs: RowInputs) -> Collated:
         """See `collate_distilled`; without it where the teacher's predictions are not known."""
         made = inputs.collate(rows)
         if any("teacher" not in row for row in rows):

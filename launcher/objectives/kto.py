@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from launcher.data.collation import Collated, Sample, TextInputs
+from launcher.data.collation import Collated, RowInputs, Sample
 from launcher.data.dataset import SequenceDataset
 from launcher.models.micro_batch import MicroBatch
 from launcher.objectives.answers import Answers, answer_log_probabilities, collate_answers
@@ -56,7 +56,7 @@ class Kto(Answers):
         # Tokens without a target have the answer -1, and their value is not used
         return sample | {"desirable": desirable[answers].astype(np.float32)}
 
-    def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated:
+    def collate(self, rows: list[Sample], inputs: RowInputs) -> Collated:
         """See `collate_answers`; with `desirable`, (answers, 1), float32."""
         return collate_answers(rows, inputs, self.answers, ("desirable",))
 

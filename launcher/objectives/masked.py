@@ -13,8 +13,8 @@ from launcher.data.batching import NO_SAMPLE
 from launcher.data.collation import (
     EMPTY,
     Collated,
+    RowInputs,
     Sample,
-    TextInputs,
     collated,
     make_sample,
     padded,
@@ -121,7 +121,7 @@ class Masked(Objective):
         inputs, targets = np.where(predicted, replaced, ids), np.where(predicted, ids, IGNORED)
         return make_sample([(inputs, targets)])
 
-    def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated:
+    def collate(self, rows: list[Sample], inputs: RowInputs) -> Collated:
         """See `collate_masked`."""
         made = collate_masked(rows, inputs)
         return made if self.target_loss is None else with_positions(made)
@@ -152,7 +152,7 @@ class Masked(Objective):
         return self.collate(rows, replace(about.inputs, width_multiple=length))
 
 
-def collate_masked(rows: list[Sample], inputs: TextInputs) -> Collated:
+def collate_masked(rows: list[Sample], inputs: RowInputs) -> Collated:
     """A micro-batch of rows whose targets are those of the same tokens: `input_ids`, `targets` and
     `attention_mask` (rows, tokens), padded on the right to the longest row as in `padded_width`,
     and `positions` as of `collate_sequences`."""

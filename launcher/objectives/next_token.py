@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from launcher.data.collation import Collated, Sample, TextInputs, with_positions
+from launcher.data.collation import Collated, RowInputs, Sample, with_positions
 from launcher.models.micro_batch import MicroBatch
 from launcher.objectives.base import Objective
 from launcher.objectives.loss import summed_loss, summed_loss_by_source
@@ -35,7 +35,7 @@ class NextToken(Objective):
         """Raises RecipeError if the function in objective.loss cannot be used."""
         return cls(target_loss=load_users_loss(recipe) if trained else None)
 
-    def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated:
+    def collate(self, rows: list[Sample], inputs: RowInputs) -> Collated:
         """See `collate_sequences`. For a loss of the user's, `positions` are all targets."""
         made = inputs.collate(rows)
         return made if self.target_loss is None else with_positions(made)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
 
-from launcher.data.collation import NOTHING, Collated, Piece, Sample, TextInputs, make_sample
+from launcher.data.collation import NOTHING, Collated, Piece, RowInputs, Sample, make_sample
 from launcher.data.dataset import SequenceDataset
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
@@ -64,7 +64,7 @@ class Reward(Pairs):
             margins.append(0.0 if store.margins is None else float(store.margins[document]))
         return make_sample(pieces) | {"margins": np.array(margins, dtype=np.float32)}
 
-    def collate(self, rows: list[Sample], inputs: TextInputs) -> Collated:
+    def collate(self, rows: list[Sample], inputs: RowInputs) -> Collated:
         """See `collate_scored`."""
         return collate_scored(rows, inputs)
 
@@ -104,7 +104,7 @@ def last_target(ids: npt.NDArray[Any], padding: int | None = None) -> npt.NDArra
     return targets
 
 
-def collate_scored(rows: list[Sample], inputs: TextInputs) -> Collated:
+def collate_scored(rows: list[Sample], inputs: RowInputs) -> Collated:
     """A micro-batch of `collate_sequences` from samples of `Reward`, padded as those of
     `collate_answers`, without targets. `ends` (pairs, 2) are the positions in the flattened rows
     whose scores are those of the chosen and the rejected answers, and `margins` are (pairs,).

@@ -17,6 +17,7 @@ import torch
 from launcher.console import bytes_as_text, two_digits
 from launcher.data.batching import rows_of
 from launcher.distributed.spawn import end_with_parent
+from launcher.models.tower_inputs import TOWERS
 from launcher.objectives.make import make_objective
 from launcher.objectives.teacher import checked_teacher, teacher_recipe
 from launcher.planner.estimate import estimate_memory, forward_peak
@@ -27,6 +28,7 @@ from launcher.planner.recipe_values import micro_batches_of, with_random_weights
 from launcher.planner.speed import estimate_time
 from launcher.planner.trace import UntraceableError, trace_step, with_compiled_blocks
 from launcher.planner.work import Work, state_bytes
+from launcher.recipe.layouts import ATTACHMENTS
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
 from launcher.training.model import PreparedModel
@@ -149,7 +151,7 @@ def _plan(profile: ModelProfile, recipe: Recipe, machine: Machine, step: StepMem
         checkpoints=kept if saves.saves else 0,
         notes=(
             *_notes(recipe, machine),
-            *_image_note(profile, recipe),
+            *_attachment_notes(profile, recipe),
             *_reference_note(profile, recipe, machine),
         ),
         before=before,
@@ -277,19 +279,19 @@ def _experts_note(profile: ModelProfile, recipe: Recipe, machine: Machine) -> It
     )
 
 
-def _image_note(profile: ModelProfile, recipe: Recipe) -> Iterator[str]:
-    if recipe.images is None:
-        return
-    if not profile.tower.patches:
+def _attachment_notes(profile: ModelProfile, recipe: Recipe) -> Iterator[str]:
+    for kind in recipe.attachments:
+        nouns = ATTACHMENTS[kind]
+        if not profile.tower.patches:
+            yield (
+                f"{nouns}: the weights of the {kind} tower are counted, but not its activations, nor "
+                f"the pixels of a micro-batch: of this family the largest {kind} is not known"
+            )
+            continue
         yield (
-            "images: the weights of the image tower are counted, but not its activations, nor the "
-            "pixels of a micro-batch: of this family the largest image is not known"
+            f"{nouns}: each row is full of the largest {nouns} ({profile.tower.patches:,} patches); "
+            f"rows with less need less memory and time. {TOWERS[kind].smaller}"
         )
-        return
-    yield (
-        f"images: each row is full of the largest images ({profile.tower.patches:,} patches); rows "
-        "with less need less memory and time. images.max_pixels makes images smaller"
-    )
 
 
 def _notes(recipe: Recipe, machine: Machine) -> Iterator[str]:

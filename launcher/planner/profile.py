@@ -25,7 +25,6 @@ from launcher.models.description import (
 )
 from launcher.models.experts import find_experts
 from launcher.models.head import computes_loss
-from launcher.models.images import unused_modules
 from launcher.models.nf4 import shapes
 from launcher.models.precision import computes_in_float32
 from launcher.models.tensor_parallel import (
@@ -33,6 +32,7 @@ from launcher.models.tensor_parallel import (
     divides_attention,
     find_layers,
 )
+from launcher.models.towers import unused_modules
 from launcher.objectives.synthetic import SyntheticData
 from launcher.optimizers.matrices import orthogonalized_parameters
 from launcher.planner.fake import keep_blocks
@@ -167,20 +167,20 @@ class WeightGroup:
 
 @dataclass(frozen=True)
 class TowerProfile:
-    """The tower of a model whose rows have images: blocks that run before those of text. The rest of
-    the tower and the projector are parts of the root."""
+    """The towers of a model whose rows have attachments: blocks that run before those of text. The
+    rest of the towers and their projectors are parts of the root."""
 
     blocks: tuple[WeightGroup, ...] = ()
     patches: int = 0
-    """Patches of the images of a row that is full of the largest images."""
+    """Patches of the attachments of a row that is full of the largest ones."""
     pixels: int = 0
-    """Bytes of the pixels of these images."""
+    """Bytes of the pixels of these attachments."""
     products: float = 0.0
     """Operations of the matrix products of a forward pass of all blocks, for such a row."""
     attention: float = 0.0
     """The same of attention."""
     spans: tuple[tuple[int, int], ...] = ()
-    """The first token of each of these images in its row, and the one after its last."""
+    """The first token of each of these attachments in its row, and the one after its last."""
     saved: dict[torch.dtype, Saved] = dataclasses.field(default_factory=dict)
     """What a block saves for such a row, by compute dtype. Empty if the model does not run on fake
     tensors."""
@@ -193,8 +193,8 @@ class TowerProfile:
         return any(block.trained for block in self.blocks)
 
     def share(self, parts: int, length: int) -> float:
-        """The largest share of the images of a row of so many tokens that one of the context parallel
-        ranks computes: those of which its part of the row has a token."""
+        """The largest share of the attachments of a row of so many tokens that one of the context
+        parallel ranks computes: those of which its part of the row has a token."""
         width = -(-length // parts)
         counts = [
             sum(first < start + width and end > start for first, end in self.spans)
@@ -217,9 +217,9 @@ class ModelProfile:
     root: WeightGroup
     """All other weights outside of the blocks. FSDP reduces them last if `embedding` is empty."""
     unused: WeightGroup
-    """Frozen weights that neither text nor images of the rows use: sharded, and never gathered."""
+    """Frozen weights that neither text nor attachments of the rows use: sharded, and never gathered."""
     tower: TowerProfile = TowerProfile()
-    """Empty if rows have no images."""
+    """Empty if rows are text."""
     buffers: int
     """Bytes of the buffers."""
     chunked_loss: bool
@@ -288,7 +288,7 @@ def original_model(recipe: Recipe, *, device: Device) -> PreparedModel:
     """The result of `prepare_model`. It is cached, so it must not be changed."""
     strategy, seed = recipe.strategy, recipe.run.seed
     model = dataclasses.replace(recipe.model, keep_logits="auto")  # it does not change the model
-    depends = (model, recipe.images, recipe.lora, recipe.data, recipe.checkpoint, seed)
+    depends = (model, recipe.attachments, recipe.lora, recipe.data, recipe.checkpoint, seed)
     objective = [getattr(recipe, name) for name in SECTIONS]
     key = repr((depends, objective, strategy.kind, strategy.mixed_precision, device))
     if recipe.model.builder is not None:  # a user's model, which may not support copies
@@ -331,8 +331,8 @@ def profile_model(recipe: Recipe, *, device: Device) -> ModelProfile:
     divided = recipe.strategy.tensor_parallel_size
     model = dataclasses.replace(with_random_weights(recipe).model, keep_logits="auto")
     compiled = recipe.model.compiles
-    images = recipe.images
-    key = repr((model, images, recipe.lora, recipe.data, mixed, device, divided, compiled))
+    attachments = recipe.attachments
+    key = repr((model, attachments, recipe.lora, recipe.data, mixed, device, divided, compiled))
     if key not in _PROFILES:
         _PROFILES[key] = _profile(recipe, device)
     return _PROFILES[key]
@@ -432,16 +432,27 @@ def _tower_profile(
     prepared: PreparedModel, recipe: Recipe, blocks: list[WeightGroup]
 ) -> TowerProfile:
     """The profile of a tower with these blocks, without what they save."""
-    images = None if prepared.planned_images is None else prepared.planned_images.tower
-    if images is None:
-        return TowerProfile(tuple(blocks))
-    tensors = _one_row(prepared, recipe).micro_batch.inputs
-    places = tensors["image_positions"].numpy()
-    products, attention = images.forward_operations(tensors["tower"], len(places))
-    patches, pixels = images.patches(tensors["tower"]), tensors["tower"]["pixel_values"].nbytes
-    runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
-    spans = tuple((int(run[0]), int(run[-1]) + 1) for run in runs if len(run))
-    return TowerProfile(tuple(blocks), patches, pixels, products, attention, spans)
+    made = TowerProfile(tuple(blocks))
+    if not prepared.planned.modalities:
+        return made
+    attachments = _one_row(prepared, recipe).micro_batch.inputs["attachments"]
+    for modality in prepared.planned.modalities:
+        given, tower = attachments[modality.kind], modality.tower
+        assert tower is not None
+        places, arguments = given["positions"].numpy(), given["tower"]
+        products, attention = tower.forward_operations(arguments, len(places))
+        pixels = sum(t.nbytes for name, t in arguments.items() if name.startswith("pixel_values"))
+        runs = np.split(places, np.flatnonzero(np.diff(places) > 1) + 1)
+        spans = ((int(run[0]), int(run[-1]) + 1) for run in runs if len(run))
+        made = dataclasses.replace(
+            made,
+            patches=made.patches + tower.patches(arguments),
+            pixels=made.pixels + pixels,
+            products=made.products + products,
+            attention=made.attention + attention,
+            spans=(*made.spans, *spans),
+        )
+    return made
 
 
 def _logits_per_token(recipe: Recipe, prepared: PreparedModel) -> int:
@@ -476,19 +487,19 @@ def with_saved(
     data = _one_row(prepared, recipe)
     of_tower: dict[tuple[torch.dtype, bool], Saved] = {}
     # Its blocks are alike; that of the first one includes what the others share
-    images = list(prepared.tower)[-1:] if prepared.planned_images is not None else []
+    last_of_tower = list(prepared.tower)[-1:] if prepared.planned.modalities else []
 
     def of_classes(dtype: torch.dtype, *, autocast: bool = False) -> dict[int, Saved]:
         of_blocks = saved_of_blocks(
             prepared.model,
-            [*images, *kind_of],
+            [*last_of_tower, *kind_of],
             data,
             device=profile.device,
             dtype=dtype,
             autocast=autocast,
             compiled=compiled,
         )
-        for name in images:
+        for name in last_of_tower:
             of_tower[dtype, autocast] = of_blocks.pop(name)
         return {kind_of[name]: block for name, block in of_blocks.items()}
 

@@ -170,9 +170,9 @@ class Work:
         self.kept_logits = self.size * self.tokens * profile.vocabulary if keeps else 0
         classes = [self._block(kind, weights) for kind, weights in enumerate(profile.classes)]
         self.blocks = [classes[kind] for kind in profile.block_classes]
-        # Rows of images whose tower this rank computes; an image is not divided
+        # Rows of attachments whose tower this rank computes; an attachment is not divided
         parts = sizes.context_parallel_size
-        self.rows_of_images = rows * profile.tower.share(parts, length)
+        self.rows_of_attachments = rows * profile.tower.share(parts, length)
         self.tower = [self._tower_block(weights) for weights in profile.tower.blocks]
         self.tower_recomputed = [n > 0 and i % n == 0 for i in range(len(self.tower))]
         if not profile.tower.trained:
@@ -229,9 +229,9 @@ class Work:
         )
 
     def _tower_block(self, weights: WeightGroup) -> BlockCost:
-        """The forward pass of a block of the tower, for the largest images in full rows."""
+        """The forward pass of a block of the tower, for the largest attachments in full rows."""
         tower, size = self.profile.tower, self.size
-        rows = self.rows_of_images
+        rows = self.rows_of_attachments
         patches, count = rows * tower.patches, len(tower.blocks)
         wide = max((max(weight.shape) for weight in weights.parameters), default=0)
         hidden = min((min(shape[-2:]) for shape in weights.matrices), default=0)

@@ -9,6 +9,7 @@ from typing import Any
 from launcher.distributed.rank_layout import PARALLEL_SIZES
 from launcher.recipe.decode import KeyPath, subsection
 from launcher.recipe.layouts import (
+    ATTACHMENTS,
     EXPLICIT_ONLY,
     KEYS,
     KINDS,
@@ -40,7 +41,23 @@ def _kinds(holds: Callable[[RowKind], object]) -> str:
     return " ".join(kinds_where(holds))
 
 
-_NEEDS: tuple[tuple[str, str, bool | str], ...] = (
+_Rule = tuple[str, str, bool | str]
+
+
+def _of_attachments(section: str) -> tuple[_Rule, ...]:
+    return (
+        (section, "model.path", True),
+        (section, "model.builder data.builder distillation", False),
+        (section, "data.tokenizer", False),
+        (section, "model.task", "causal_lm"),
+        (section, "data.kind", _kinds(lambda kind: kind.templated)),
+        (section, "data.prompt_format", "auto chat"),
+        (f"{section}.train", "lora", False),
+        (f"{section}.learning_rate_ratio", f"{section}.train", "projector all"),
+    )
+
+
+_NEEDS: tuple[_Rule, ...] = (
     ("model.arguments", "model.builder", True),
     ("model.task model.num_labels model.attention model.init", "model.builder", False),
     ("model.trust_remote_code", "model.path", True),
@@ -51,14 +68,7 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
     *((f"data.{key}", "data.kind", " ".join(_kinds_with(role))) for role, key in KEYS.items()),
     *(rule for objective in OBJECTIVES for rule in objective.rules),
     ("lora.path", "model.path", True),
-    ("images", "model.path", True),
-    ("images", "model.builder data.builder distillation", False),
-    ("images", "data.tokenizer", False),
-    ("images", "model.task", "causal_lm"),
-    ("images", "data.kind", _kinds(lambda kind: kind.templated)),
-    ("images", "data.prompt_format", "auto chat"),
-    ("images.train", "lora", False),
-    ("images.learning_rate_ratio", "images.train", "projector all"),
+    *(rule for section in ATTACHMENTS.values() for rule in _of_attachments(section)),
     ("data.labels", "data.kind", _kinds(lambda kind: kind.loss_on == "class")),
     (
         "data.chat_template data.chat_template_kwargs data.date data.system",
@@ -128,7 +138,10 @@ _NEEDS: tuple[tuple[str, str, bool | str], ...] = (
 none of them is given (False), or the other key has one of these values."""
 _INSTEAD = {
     (_FLOAT8, "lora"): "; its base weights are frozen, or in NF4",
-    ("images.train", "lora"): "; lora.modules_to_save names modules that are trained whole",
+    **{
+        (f"{section}.train", "lora"): "; lora.modules_to_save names modules that are trained whole"
+        for section in ATTACHMENTS.values()
+    },
     ("schedule.warmup_steps", "schedule.warmup_ratio"): "; set schedule.warmup_ratio=null, or "
     "schedule.warmup_steps=100, its default",
     **{

@@ -15,7 +15,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -178,6 +178,21 @@ EXPLICIT_ONLY = ("weights", "margin")
 
 _BY_DEFAULT = ("text", "chosen", "rejected", "label")
 """Roles whose key has the name of the role as its default."""
+
+
+ATTACHMENTS = {"image": "images"}
+"""What rows may have beside text: the kinds of attachments, each with its plural, which is the section
+of the recipe and the role of the column. A store numbers the kinds in this order."""
+
+
+def nouns_of(kinds: Iterable[str]) -> str:
+    """What attachments of these kinds are called."""
+    return " and ".join(ATTACHMENTS[kind] for kind in kinds)
+
+
+def with_article(kind: str) -> str:
+    """`an image`, `a video`."""
+    return f"{'an' if kind[0] in 'aeiou' else 'a'} {kind}"
 
 
 @dataclass(frozen=True)
@@ -525,12 +540,15 @@ def _usual(role: str, named: Mapping[str, str]) -> str:
 
 # Columns that are not used
 
-_PICTURES = ("image", "images", "video", "videos", "audio", "audios")
-_LIKE_PICTURES = re.compile(
-    r"(image|img|picture|photo)_?(path|file|filename|file_name|url|bytes|base64)?s?|"
-    r"(image|img|picture|photo)_?\d+|(jpg|jpeg|png|webp|pil_image)"
-)
-"""Names of other columns that hold images, in rows of conversations."""
+BESIDE_TEXT = ("image", "images", "video", "videos", "audio", "audios")
+"""Names of columns, and keys of messages, that hold more than text."""
+_LIKE_ATTACHMENTS = {
+    "image": re.compile(
+        r"(image|img|picture|photo)_?(path|file|filename|file_name|url|bytes|base64)?s?|"
+        r"(image|img|picture|photo)_?\d+|(jpg|jpeg|png|webp|pil_image)"
+    )
+}
+"""By kind, names of other columns that hold attachments, in rows of conversations."""
 _IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _FILE_COLUMNS = ("file_name", "file_names")
 _WITHOUT_IMAGES = ("tokens", "classification")
@@ -561,11 +579,15 @@ def unused_columns(
 
 
 def lost_meaning(
-    row: Mapping[str, Any], found: Match, ignored: Collection[str] = (), *, images: bool = False
+    row: Mapping[str, Any],
+    found: Match,
+    ignored: Collection[str] = (),
+    *,
+    attachments: Collection[str] = (),
 ) -> str | None:
     """The problem of a row with an unused column that changes what the row means; None: no such
-    column. images: whether the run sees images."""
-    kind = found.layout.kind
+    column. attachments: the kinds that the run sees."""
+    kind, images = found.layout.kind, "image" in attachments
     pictures = found.get("images")
     if not images and pictures is not None and has_content(row.get(pictures)):
         without = typed("data.ignore_columns", [*ignored, pictures])
@@ -584,12 +606,12 @@ def lost_meaning(
             if kind == "text":
                 keys += f" {typed('data.columns.response', found.columns['text'])}"
             what = f"names files of images, which {keys} trains on"
-        elif name in _PICTURES:
+        elif name in BESIDE_TEXT:
             what = "holds images, video or audio, which training on text does not see"
             if images:
                 what = "holds video or audio, or images beside another such column, which the run "
                 what += "does not see"
-        elif not images and column == picture_column({column: value}, found):
+        elif not images and column == unused_column_of("image", {column: value}, found):
             what = "holds images by its name, which training on text does not see"
         elif kind == "tokens":
             if name in _MASKS and "labels" not in found.columns:
@@ -623,12 +645,13 @@ def _names_image(column: str, value: object) -> bool:
     return column in _FILE_COLUMNS and any(text.lower().endswith(_IMAGE_FILES) for text in texts)
 
 
-def picture_column(
-    row: Mapping[str, Any], found: Match, ignored: Collection[str] = ()
+def unused_column_of(
+    kind: str, row: Mapping[str, Any], found: Match, ignored: Collection[str] = ()
 ) -> str | None:
-    """An unused column whose name says that it holds images, such as `image_path`."""
+    """An unused column whose name says that it holds attachments of a kind, such as `image_path`."""
+    like = _LIKE_ATTACHMENTS[kind]
     for column, value in unused_columns(row, found, ignored):
-        is_like = _LIKE_PICTURES.fullmatch(column.lower()) and not isinstance(value, int | float)
+        is_like = like.fullmatch(column.lower()) and not isinstance(value, int | float)
         if is_like and KINDS[found.layout.kind].templated:
             return column
     return None

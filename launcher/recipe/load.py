@@ -44,7 +44,7 @@ from launcher.recipe.decode import (
     shown,
 )
 from launcher.recipe.find import find_recipe, shown_path, written_as
-from launcher.recipe.layouts import guess, lost_meaning, named_columns, no_layout
+from launcher.recipe.layouts import ATTACHMENTS, guess, lost_meaning, named_columns, no_layout
 from launcher.recipe.model_config import why_not_packed
 from launcher.recipe.objectives import kinds_of_objective
 from launcher.recipe.schema import DEFAULT_RUN_DIR, Recipe
@@ -466,8 +466,8 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
             if found is None:
                 problem = no_layout(first[1], named, ignored=ignored)
             else:
-                sees = plain.get("images") is not None
-                problem = lost_meaning(first[1], found, ignored, images=sees)
+                sees = [kind for kind, name in ATTACHMENTS.items() if plain.get(name) is not None]
+                problem = lost_meaning(first[1], found, ignored, attachments=sees)
                 problem = problem or _absent_column(
                     first, source.get("ignore_columns") if name else ignored
                 )

@@ -34,7 +34,7 @@ Found = Iterator[tuple[tuple[str, ...], str]]
 
 def of_text(config: Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
     """The part of a config that describes the text model, and what its keys begin with: the section
-    `text_config` of a model of images and text, else the whole config."""
+    `text_config` of a model of more than text, else the whole config."""
     text = config.get("text_config")
     return ("text_config.", text) if isinstance(text, Mapping) else ("", config)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
-from launcher.recipe.layouts import KINDS, DataKind
+from launcher.recipe.layouts import ATTACHMENTS, KINDS, DataKind
 from launcher.recipe.section import (
     ByteSize,
     Day,
@@ -852,6 +852,12 @@ class Recipe(Section):
     """torch.profiler over a few steps; null: off."""
     slurm: Slurm | None = None
     """What `launcher submit` requests from Slurm; null: its arguments and the defaults."""
+
+    @property
+    def attachments(self) -> dict[str, Images]:
+        """The sections about what rows have beside text that are not null, by kind."""
+        sections = ((kind, getattr(self, name)) for kind, name in ATTACHMENTS.items())
+        return {kind: section for kind, section in sections if section is not None}
 
     def own_functions(self) -> dict[str, str]:
         """The functions of the user that build what the recipe trains, by their keys."""

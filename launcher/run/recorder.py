@@ -75,7 +75,7 @@ class _Interval:
         measured."""
         self.tokens = 0
         """Tokens over all ranks."""
-        self.squared_lengths = self.image_operations = 0
+        self.squared_lengths = self.tower_operations = 0
         """See `StepTotals`."""
         self.waited = 0.0
         """Seconds, for the loader."""
@@ -181,8 +181,8 @@ class StepRecorder:
         """See `WrappedModel.measures_waits`."""
         self.own_seconds: list[float] = []
         """`_Interval.own_seconds` of each rank in the last record; empty if not measured."""
-        self.operations_of_images = 0.0
-        """Floating-point operations of image towers per second in the last record, of all ranks."""
+        self.operations_of_towers = 0.0
+        """Floating-point operations of towers per second in the last record, of all ranks."""
         self.totals: defaultdict[str, float] = defaultdict(float)
         """Sums of this rank after the first record: seconds by phase and of whole steps (`step`),
         `tokens`, `squared_lengths`, seconds of `communication` within `timed` seconds, and the
@@ -231,7 +231,7 @@ class StepRecorder:
         totals = step.batch.statistics.read()
         interval.tokens += totals.tokens
         interval.squared_lengths += totals.squared_lengths
-        interval.image_operations += totals.image_operations
+        interval.tower_operations += totals.tower_operations
         interval.waited += step.batch.seconds_waited
         interval.skipped.append(step.skipped)
         interval.timed_steps += self._timed and self.measures_waits
@@ -314,7 +314,7 @@ class StepRecorder:
         steps, seconds, own = interval.steps, interval.step_seconds, gathered["own"]
         self.own_seconds = [] if own.isnan().any() else own.tolist()
         rate = interval.tokens / steps / seconds
-        self.operations_of_images = interval.image_operations / steps / seconds
+        self.operations_of_towers = interval.tower_operations / steps / seconds
         totals, reserved = step.batch.statistics.read(), finite(gathered["reserved"].max().item())
         phases = {f"{name}_seconds": interval.seconds[name] / steps for name in PHASES[1:]}
         return {

@@ -178,7 +178,7 @@ class Reporter:
         if flops.peak:
             length = record["document_length"] or self._recipe.data.sequence_length
             rate = record["tokens_per_second"] * flops.model.at(length)
-            rate += self._recorder.operations_of_images
+            rate += self._recorder.operations_of_towers
             record["mfu"] = rate / (flops.peak * len(self._hosts))
         return record
 

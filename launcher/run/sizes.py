@@ -18,9 +18,9 @@ import numpy as np
 
 from launcher.checkpoint.resume import Start, recorded_recipe
 from launcher.console import seconds_as_text
+from launcher.data.attachment_inputs import attachments_of
 from launcher.data.encoder import make_encoder
 from launcher.data.held_out import held_out
-from launcher.data.image_inputs import images_of
 from launcher.data.packing import text_lengths
 from launcher.data.store_files import Hashes
 from launcher.data.token_store import ModelInputs, TokenStore, open_store, store_rows
@@ -127,13 +127,13 @@ def why_not_counted(recipe: Recipe) -> str | None:
 
 
 def model_inputs(recipe: Recipe) -> ModelInputs:
-    """The model's vocabulary, number of classes and processor of images, as far as the recipe sets
+    """The model's vocabulary, number of classes and processor of attachments, as far as the recipe sets
     them."""
     vocabulary: Any = of_text(recipe.model.config or {})[1].get("vocab_size")
     return ModelInputs(
         vocabulary=vocabulary,
         classes=recipe.model.num_labels,
-        images=images_of(recipe.images, recipe.model),
+        attachments=attachments_of(recipe.attachments, recipe.model),
     )
 
 
@@ -190,7 +190,7 @@ def rows_here(recipe: Recipe) -> Rows | str:
                 data.kind,
                 data,
                 tokenizer=tokenizer_name(recipe.data, recipe.model),
-                images=model_inputs(recipe).row_images,
+                modalities=model_inputs(recipe).attachments.modalities,
             )
             rows = list(itertools.islice(encoder.encode_rows(encoder.read(parts)), LOOKED_AT))
             read += sum(encoded.row.size for encoded in rows)

@@ -29,6 +29,7 @@ from launcher.models.shards import local_bytes
 from launcher.optimizers.optimizer import warmup_steps
 from launcher.recipe import schema
 from launcher.recipe.decode import KeyPath, dotted
+from launcher.recipe.layouts import ATTACHMENTS
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
 from launcher.sources.hub import commit_of, is_model_id, model_folder
@@ -93,16 +94,17 @@ def _revisions(recipe: Recipe) -> Json:
     }
 
 
-def _about_images(module: nn.Module, names: list[str], train: str) -> Iterator[str]:
-    """Which of the parameters that only images use are trained."""
+def _about_towers(module: nn.Module, names: list[str], kind: str, train: str) -> Iterator[str]:
+    """Which of the parameters that only attachments of a kind use are trained."""
+    section = ATTACHMENTS[kind]
     of = dict(module.named_parameters())
     trained = [name for name in names if of[name].requires_grad]
     count = sum(of[name].numel() for name in trained)
-    what = "the image tower and its projector are frozen"
+    what = f"the {kind} tower and its projector are frozen"
     if trained:
-        what = f"{len(trained)} of {len(names)} tensors of the image tower and its projector are "
+        what = f"{len(trained)} of {len(names)} tensors of the {kind} tower and its projector are "
         what += f"trained ({count_as_text(count)} parameters), such as {clean_name(trained[0])}"
-    yield f"images: {what} (images.train: {train})"
+    yield f"{section}: {what} ({section}.train: {train})"
 
 
 def _held(training: Training) -> dict[str, list[torch.Tensor]]:
@@ -140,11 +142,11 @@ def _model(training: Training) -> Iterator[str]:
     sequences = recipe.data.builder is None and not recipe.model.classifies
     if recipe.model.chunked_loss and sequences and not computes_loss(module):
         yield "note: full logits are computed: they are not the output of a single linear layer"
-    if (unused := parts_without_text(module)) and recipe.images is None:
+    if (unused := parts_without_text(module)) and not recipe.attachments:
         first = clean_name(unused[0])
         yield f"note: {len(unused)} tensors that text does not use are frozen, such as {first}"
-    elif recipe.images is not None:
-        yield from _about_images(module, unused, recipe.images.train)
+    for kind, section in recipe.attachments.items():
+        yield from _about_towers(module, unused, kind, section.train)
     attention = attention_implementation(module)
     if recipe.model.attention == "auto" and attention == "eager":
         yield (

@@ -28,9 +28,7 @@ from launcher.sources.formats import (
     other_content,
     suffixes,
 )
-from launcher.sources.hub import (
-    load_data_set,
-)
+from launcher.sources.hub import load_data_set
 from launcher.sources.location import Location
 
 MAX_DOCUMENT = 64 << 20
@@ -454,7 +452,7 @@ def _column(column: Any) -> Sequence[Any]:
 
 def _hub(part: SourcePart) -> Iterator[Row]:
     rows = load_data_set(part.name, validation=part.validation)
-    if _holds_images(rows.features):  # as their files: datasets would decode them
+    if _is_decoded(rows.features):  # as their files
         yield from _hub_arrays(part, arrays=False)
         return
     end = len(rows) if part.end is None else part.end
@@ -462,14 +460,12 @@ def _hub(part: SourcePart) -> Iterator[Row]:
         yield _hub_row(part, number, values)
 
 
-def _holds_images(feature: Any) -> bool:
-    """Whether a feature of `datasets` is an image, or has one inside."""
-    import datasets
-
+def _is_decoded(feature: Any) -> bool:
+    """Whether `datasets` decodes a feature, or one inside, as it is read: images, sounds, videos."""
     if isinstance(feature, dict):
-        return any(map(_holds_images, feature.values()))
+        return any(map(_is_decoded, feature.values()))
     inner = getattr(feature, "feature", None)  # of a list
-    return isinstance(feature, datasets.Image) or (inner is not None and _holds_images(inner))
+    return hasattr(feature, "decode_example") or (inner is not None and _is_decoded(inner))
 
 
 def _hub_arrays(part: SourcePart, *, arrays: bool = True) -> Iterator[Row]:
@@ -497,7 +493,7 @@ def _text_size(values: Values) -> int:
 def _hub_stream(part: SourcePart) -> Iterator[Row]:
     rows = load_data_set(part.name, validation=part.validation, streaming=True)
     shard = rows.shard(num_shards=part.end, index=part.start)
-    if shard.features is not None and _holds_images(shard.features):
+    if shard.features is not None and _is_decoded(shard.features):
         shard = shard.decode(False)
     for number, values in enumerate(shard, start=1):
         yield _hub_row(part, number, values)

@@ -53,7 +53,7 @@ class Parts:
     mixes_dtypes: bool = False
     """Whether forward passes in 16 bits need autocast (`models.precision.mixes_dtypes`)."""
     tower: dict[str, nn.Module] = field(default_factory=dict)
-    """The blocks of an image tower by name."""
+    """The blocks of towers by name."""
     recomputation: Recomputation | None = None
     """The context in which a checkpointed block is computed again (`checkpoint_blocks`)."""
 

@@ -180,8 +180,9 @@ def computing_as_on(
     lengths = list[int]()
     if "cu_seq_lens_q" in data.micro_batch.inputs:
         lengths = attention.document_lengths(data.micro_batch.inputs["cu_seq_lens_q"])
-    tower = data.micro_batch.inputs.get("tower", {})
-    parts = [tower[name].diff().tolist() for name in BOUNDS if name in tower]
+    attachments = data.micro_batch.inputs.get("attachments", {}).values()
+    towers = [one["tower"] for one in attachments if "tower" in one]
+    parts = [tower[n].diff().tolist() for tower in towers for n in BOUNDS if n in tower]
     # Inside of a trace of a step, its device counts: the budget of activation checkpointing traces
     # blocks on a rank whose own device is the CPU
     trace = current() or Trace(
@@ -189,7 +190,7 @@ def computing_as_on(
         triton=kernel,
         updates_on_gpu=updates_on_gpu,
         document_lengths=tuple(lengths),
-        image_lengths=tuple(map(tuple, parts)),
+        tower_lengths=tuple(map(tuple, parts)),
     )
     with (
         Replacements() as replaced,

@@ -1,8 +1,8 @@
 """Greedy answers of the model in training, the same under every strategy and number of ranks.
 
 The model is called on the whole sequence for each new token: caches of keys and values differ from
-architecture to architecture, and answers are short. What it computes of images does not depend on the
-answer, and is computed once.
+architecture to architecture, and answers are short. What it computes of attachments does not depend on
+the answer, and is computed once.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.context_parallel import whole_rows
 from launcher.models.hugging_face_files import end_ids
-from launcher.models.images import features_kept
 from launcher.models.micro_batch import IGNORED
 from launcher.models.predictions import logits
+from launcher.models.towers import features_kept
 from launcher.recipe import schema
 from launcher.recipe.functions import import_function
 from launcher.strategies.base import WrappedModel
@@ -152,7 +152,7 @@ class Generator:
             lengths[row] = len(prompt)
             if reference[-1] in self._tokenizer.all_special_ids:  # such as an end of turn
                 ends.add(reference[-1])
-        given = dataset.inputs.given_tokens
+        given = dataset.inputs.attachments.placeholder_token_ids
         never = torch.tensor(given, dtype=torch.int64, device=ranks.device)
         pieces = [[(0, prompt.start, prompt.start + len(prompt.ids))] for prompt in chunk]
         pieces += [[]] * (self._rows - len(chunk))
@@ -181,13 +181,16 @@ class Generator:
         return new
 
     def _score(self, dataset: SequenceDataset, prompt: Prompt, answer: list[int]) -> dict[str, Any]:
-        """A line of samples.jsonl, with the names of what the prompt has beside text, such as an
-        image, which stands in it as one of its tokens."""
-        inputs, runs = dataset.inputs, itertools.groupby(prompt.ids)
-        given, end = inputs.given_tokens, prompt.start + len(prompt.ids)
+        """A line of samples.jsonl, with the names of the attachments of the prompt, each of which
+        stands in it as one of its tokens."""
+        inputs, runs = dataset.inputs.attachments, itertools.groupby(prompt.ids)
+        given, end = inputs.placeholder_token_ids, prompt.start + len(prompt.ids)
         ids = [token for token, run in runs for _ in ([0] if token in given else run)]
-        beside = inputs.beside_text(dataset.store, prompt.start, end)
-        names = {kind: [one.name for one in found] for kind, found in beside.items()}
+        found = list(dataset.store.attachments_between(prompt.start, end))
+        names = {
+            modality.nouns: [one.name for one in found if one.kind == modality.kind]
+            for modality in inputs.modalities
+        }
         decode = self._tokenizer.decode
         reference = decode(prompt.reference, skip_special_tokens=True).strip()
         answered = decode(answer, skip_special_tokens=True).strip()
@@ -205,7 +208,7 @@ def _next_token(
     never: torch.Tensor,
 ) -> torch.Tensor:
     """The most likely token after position `last` of each row, but for those in `never`: the tokens
-    of images, which only a prompt has. What comes after it does not matter: attention is causal."""
+    of attachments, which only a prompt has. What comes after it does not matter: attention is causal."""
 
     with whole_rows():
         at = rows * ids.shape[1] + last

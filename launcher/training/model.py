@@ -16,13 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from launcher.data.image_inputs import (
-    ModelImages,
-    PlannedImages,
-    blank_image,
-    images_of,
-    planned_images,
-)
+from launcher.data.attachment_inputs import ModelAttachments, attachments_of, blank_arguments
 from launcher.data.token_store import ModelInputs
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.distributed.rank_layout import RankLayout
@@ -45,10 +39,11 @@ from launcher.models.description import (
     outer_units,
     parts_without_text,
 )
-from launcher.models.images import tower_blocks, unused_modules
 from launcher.models.micro_batch import WHOLE_ROW, RowPart
 from launcher.models.names import clean_name
 from launcher.models.precision import computes_in_float32, kept_in_float32, mixes_dtypes
+from launcher.models.tower_inputs import is_of_tower
+from launcher.models.towers import tower_blocks, unused_modules
 from launcher.objectives.base import Objective
 from launcher.objectives.make import make_objective
 from launcher.objectives.synthetic import SyntheticData, synthetic_data
@@ -98,11 +93,11 @@ class PreparedModel:
     unused: tuple[nn.Module, ...]
     """Modules that are never called."""
     tower: dict[str, nn.Module]
-    """The blocks of the image tower by name, if rows have images."""
-    images: ModelImages | None
-    """How the model takes images; None: rows are text."""
-    planned_images: PlannedImages | None
-    """How rows without data have images; None: they are text, also where they are not known."""
+    """The blocks of the towers by name, if rows have attachments."""
+    attachments: ModelAttachments
+    """How the model takes what rows have beside text."""
+    planned: ModelAttachments
+    """How rows without data have attachments."""
 
     @property
     def description(self) -> ModelDescription:
@@ -208,7 +203,7 @@ class PreparedModel:
         documents: int = 2,
     ) -> SyntheticData:
         """Makes micro-batches without the data, as full as the recipe's micro-batches can be, also
-        of images. A packed row has this number of documents of equal length."""
+        of attachments. A packed row has this number of documents of equal length."""
         return synthetic_data(
             self.objective,
             data,
@@ -219,7 +214,7 @@ class PreparedModel:
                 masking=applied(self.model).masking,
                 recurrent=applied(self.model).recurrent,
                 part=part,
-                images=self.planned_images,
+                attachments=self.planned,
             ),
             packed=self.packed,
             documents=documents,
@@ -259,10 +254,11 @@ def _learning_rate_ratios(model: nn.Module, recipe: Recipe) -> dict[str, float]:
     if recipe.lora is not None and recipe.lora.b_ratio != 1.0:
         tensors = (each for weight in adapted_weights(model) for each in weight.tensors().values())
         ratios |= {each.name: recipe.lora.b_ratio for each in tensors if each.is_up}
-    if recipe.images is not None and recipe.images.learning_rate_ratio != 1.0:
-        names = [clean_name(name) for name, _ in model.named_parameters()]
-        parts = {*map(clean_name, parts_without_text(model))}
-        ratios |= {name: recipe.images.learning_rate_ratio for name in names if name in parts}
+    for kind, section in recipe.attachments.items():
+        if section.learning_rate_ratio != 1.0:
+            names = [clean_name(name) for name, _ in model.named_parameters()]
+            parts = {clean_name(n) for n in parts_without_text(model) if is_of_tower(n, [kind])}
+            ratios |= {name: section.learning_rate_ratio for name in names if name in parts}
     return ratios
 
 
@@ -303,8 +299,8 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         recipe.model,
         seed=recipe.run.seed,
         new_ids=new_ids,
-        images=None if recipe.images is None else recipe.images.train,
-        blank_image=blank_image(recipe.images, recipe.model, model),
+        attachments={kind: section.train for kind, section in recipe.attachments.items()},
+        blank=blank_arguments(recipe.attachments, recipe.model, model),
         lora=recipe.lora,
         float8=None if precision is None else precision.float8,
         fsdp=recipe.strategy.kind == "fsdp",
@@ -331,6 +327,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         attention=recipe.model.attention,
     )
     objective.check_model(model)
+    attachments = attachments_of(recipe.attachments, recipe.model, model)
     return PreparedModel(
         model,
         objective,
@@ -342,8 +339,8 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         outer_units=() if transform is None else outer_units(model, blocks),
         unused=unused_modules(model),
         tower=tower_blocks(model),
-        images=images_of(recipe.images, recipe.model, model),
-        planned_images=planned_images(recipe.images, model),
+        attachments=attachments,
+        planned=attachments.planned(model),
     )
 
 

@@ -177,7 +177,7 @@ def assemble(
             recurrent=applied(prepared.model).recurrent,
             part=row_part(ranks),
             width_multiple=width_multiple(ranks.device),
-            images=prepared.images,
+            attachments=prepared.attachments,
         ),
         ranks=ranks,
         build=build_data,
@@ -253,7 +253,7 @@ def _make_export(
     tokenizer = None
     if ranks.rank == 0 and recipe.checkpoint.export:
         assert prompts is not None
-        tokenizer = tokenizer_to_keep(recipe.data, recipe.model, recipe.images, prompts)
+        tokenizer = tokenizer_to_keep(recipe.data, recipe.model, recipe.attachments, prompts)
     return partial(
         export_hugging_face,
         wrapped.module,

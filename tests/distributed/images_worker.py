@@ -221,7 +221,10 @@ def main(folder, cases):
         batches = training.data.batches(
             ranks=ranks, stop_requested=lambda: False, save_requested=lambda: False
         )
-        images = [part.inputs["images"] for part in next(iter(batches)).micro_batches]
+        images = [
+            part.inputs["attachments"]["image"]["count"]
+            for part in next(iter(batches)).micro_batches
+        ]
         trained_values = train(training)
         evaluated = training.evaluator.evaluate(training.wrapped)["validation"]
         results[case] = trained_values | {

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from launcher.checkpoint.resume import data_changes
+from launcher.data.attachments import ATTACHMENT
 from launcher.data.held_out import CHOSEN, copy_documents, held_out
-from launcher.data.image_processor import IMAGE
 from launcher.data.opening import open_dataset
 from launcher.data.store_files import document_hashes
 from launcher.data.token_store import ModelInputs, TokenStore, open_store
@@ -70,9 +70,9 @@ def test_an_inserted_row_moves_none_and_equal_rows_are_on_one_side():
 
 def test_documents_with_other_images_are_other_documents():
     store = of_rows([[1, 2]] * 50)
-    images = np.zeros(50, dtype=IMAGE)
+    images = np.zeros(50, dtype=ATTACHMENT)
     images["first"], images["checksum"] = np.arange(50) * 2, np.arange(50) // 2
-    hashes = document_hashes(dataclasses.replace(store, images=images))
+    hashes = document_hashes(dataclasses.replace(store, attachments=images))
     assert len(set(hashes.tolist())) == 25
     assert np.array_equal(hashes[::2], hashes[1::2])
 

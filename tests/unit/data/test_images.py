@@ -9,6 +9,7 @@ import warnings
 import zlib
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import datasets
 import numpy as np
@@ -20,14 +21,15 @@ from transformers.image_utils import load_image
 
 from launcher.data import image_processor as image_processor_module
 from launcher.data import images as images_module
+from launcher.data.attachment_inputs import grid_positions
 from launcher.data.batching import RankBatchSampler, StreamOrder
 from launcher.data.collation import Collated, raise_error
 from launcher.data.encoder import make_encoder
 from launcher.data.held_out import copy_documents
-from launcher.data.image_inputs import ModelImages, grid_positions
 from launcher.data.image_processor import load_processor
-from launcher.data.images import ImageSource, RowImages, source_of
+from launcher.data.images import ImageSource, RowImages
 from launcher.data.messages import RowError
+from launcher.data.placing import source_of
 from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelInputs, open_store
 from launcher.errors import RecipeError
@@ -45,6 +47,7 @@ from tests.image_models import (
     make_model,
     reference_processor,
     skip_without_packages,
+    with_images,
 )
 from tests.micro_batches import contents
 from tests.run_files import write_lines
@@ -72,7 +75,7 @@ def encoded(folder, rows, family="qwen2_5_vl", *, kind="chat", max_pixels=None, 
         kind,
         Data(kind=kind, **data),
         tokenizer=name,
-        images=RowImages(name, max_pixels),
+        modalities=(RowImages(name, max_pixels=max_pixels),),
     )
     part = SourcePart(str(folder / "rows.jsonl"), "jsonl")
     return list(encoder.encode_rows(Row(part, n, row) for n, row in enumerate(rows, 1)))
@@ -94,7 +97,7 @@ def written(folder, rows):
 def opened(folder, rows, data, family="qwen2_5_vl", objective=None, grid=True):
     name = str(model_in(folder, family))
     files = written(folder, rows)
-    model = ModelInputs(tokenizer=name, images=ModelImages(RowImages(name), grid=grid))
+    model = ModelInputs(tokenizer=name, attachments=with_images(name, grid=grid))
     store = open_store(files, data, tokenizer=name, model=model, build=True)
     return (objective or NextToken()).open(store, data, model)
 
@@ -120,7 +123,7 @@ def test_tokens_are_those_of_the_processor(folder, family):
         made = processor(images=opened_images or None, text=[whole], return_tensors="np")
         wanted = made["input_ids"][0]
         assert found.ids.tolist() == list(wanted)
-        table, data = found.images
+        table, data = found.attachments
         assert data.decode() == "".join(str(folder / path) for path in paths)
         soft = set(load_processor(str(folder / family), None).token_ids)
         for image in table:
@@ -200,8 +203,8 @@ def test_forms_of_rows_give_the_same_tokens(folder):
     for name, one in zip(rows, found, strict=True):
         assert not one.problem, name
         assert one.ids.tolist() == found[0].ids.tolist(), name
-    assert found[0].images[0]["is_file"][0]
-    assert not found[4].images[0]["is_file"][0]
+    assert found[0].attachments[0]["is_file"][0]
+    assert not found[4].attachments[0]["is_file"][0]
 
 
 def test_images_of_datasets_are_read_with_their_bytes(folder):
@@ -220,7 +223,7 @@ def test_images_of_datasets_are_read_with_their_bytes(folder):
         [found] = encoded(folder, [row.values])
         assert found.ids.tolist() == wanted, name
         # The file itself: an image that datasets decodes would be stored as a larger PNG
-        [image], stored = found.images
+        [image], stored = found.attachments
         assert not image["is_file"]
         assert stored == (folder / "wide.png").read_bytes(), name
 
@@ -233,14 +236,14 @@ def test_pairs_show_their_images_to_both_answers(folder):
         "images": ["wide.png"],
     }
     [found] = encoded(folder, [row], kind="preference")
-    first, second = found.images[0]
+    first, second = found.attachments[0]
     assert found.first_length < second["first"]
     assert second["first"] - found.first_length == first["first"]
     assert first["checksum"] == second["checksum"]
     data = Data(kind="preference", sequence_length=128, workers=0, cache=str(folder / "cache"))
     dataset = opened(folder, [row], data, objective=Preference())
     made = dataset.collate([dataset[0]]).micro_batch.inputs
-    assert made["images"] == 2
+    assert made["attachments"]["image"]["count"] == 2
     assert made["image_grid_thw"].shape == (2, 3)
     assert made["position_ids"].shape[0] == 4
 
@@ -379,7 +382,10 @@ def test_a_chat_template_in_json_is_that_of_the_processor(folder, tmp_path):
 
     def ids(**data):
         encoder = make_encoder(
-            "chat", Data(kind="chat", **data), tokenizer=str(model), images=RowImages(str(model))
+            "chat",
+            Data(kind="chat", **data),
+            tokenizer=str(model),
+            modalities=(RowImages(str(model)),),
         )
         part = SourcePart(str(folder / "rows.jsonl"), "jsonl")
         return [found.ids.tolist() for found in encoder.encode_rows([Row(part, 1, rows[0])])]
@@ -392,7 +398,7 @@ def test_a_chat_template_in_json_is_that_of_the_processor(folder, tmp_path):
 
 def test_loss_on_all_leaves_out_the_tokens_of_images(folder):
     [found] = encoded(folder, [asked({"type": "image", "path": "wide.png"})], loss_on="all")
-    [image] = found.images[0]
+    [image] = found.attachments[0]
     assert (found.labels[image["first"] : image["end"]] == IGNORED).all()
     assert (found.labels[image["end"] + 1 :] != IGNORED).all()
 
@@ -443,11 +449,12 @@ def test_images_stay_whole(folder, length, packing):
     shown = 0
     for index in range(len(dataset)):
         made = dataset.collate([dataset[index]]).micro_batch.inputs
+        images = made["attachments"]["image"]["count"]
         count = int(torch.isin(made["input_ids"], torch.tensor(tokens)).sum())
-        features = int(made["image_grid_thw"].prod(-1).sum()) // 4 if made["images"] else 0
+        features = int(made["image_grid_thw"].prod(-1).sum()) // 4 if images else 0
         assert count == features
-        assert len(made["image_grid_thw"]) == max(1, made["images"])  # without images, a blank one
-        shown += made["images"]
+        assert len(made["image_grid_thw"]) == max(1, images)  # without images, a blank one
+        shown += images
     assert (shown == 12) is (length >= 70)
 
 
@@ -463,10 +470,11 @@ def test_parts_of_rows_have_the_features_of_their_tokens(folder, parts, packing)
         kind="chat", sequence_length=168, packing=packing, workers=0, cache=str(folder / "cache")
     )
     dataset = opened(folder, rows, data)
-    images = dataset.inputs.images
+    [images] = dataset.inputs.attachments.modalities
     form = PatchGrid(merge=2, patch=14, patch_values=1176)
-    tower = TowerInputs(images.processor.token_ids[0], form)
-    inputs = replace(dataset.inputs, images=replace(images, tower=tower), width_multiple=28)
+    images = replace(images, tower=TowerInputs(images.token_ids[0], form))
+    attachments = replace(dataset.inputs.attachments, modalities=(images,))
+    inputs = replace(dataset.inputs, attachments=attachments, width_multiple=28)
     samples, few = [dataset[index] for index in range(len(dataset))], []
     whole = contents(inputs.collate(samples).micro_batch)
     of_parts = [
@@ -481,14 +489,13 @@ def test_parts_of_rows_have_the_features_of_their_tokens(folder, parts, packing)
 
     def features(made):
         """The pixels of each image token, by its place in the rows of a part."""
-        pixels = made["tower"]["pixel_values"].view(-1, 4 * 1176)
-        chosen = made.get("image_features", torch.arange(len(pixels)))
-        if not made["images"]:
+        found = made["attachments"]["image"]
+        pixels = found["tower"]["pixel_values"].view(-1, 4 * 1176)
+        chosen = found.get("chosen", torch.arange(len(pixels)))
+        if not found["count"]:
             assert not len(chosen)
-        few.append(made["images"])
-        return dict(
-            zip(made["image_positions"].tolist(), pixels[chosen], strict=made["images"] > 0)
-        )
+        few.append(found["count"])
+        return dict(zip(found["positions"].tolist(), pixels[chosen], strict=found["count"] > 0))
 
     wanted, width = features(whole), whole["input_ids"].shape[1]
     size, found = width // parts, {}
@@ -516,14 +523,15 @@ def test_positions_are_those_of_the_model(folder):
             model = transformers.AutoModelForImageTextToText.from_config(config).model
         for found in encoded(folder, rows, family):
             ids = torch.from_numpy(found.ids.astype(np.int64))[None]
-            table = found.images[0]
-            grid = torch.tensor([[1, 2 * i["rows"], 2 * i["columns"]] for i in table])
+            table = found.attachments[0]
+            grid = torch.tensor([[1, *(2 * i["meta"][:2])] for i in table])
             wanted, _ = model.get_rope_index(
                 ids,
                 (ids == config.image_token_id).int(),
                 image_grid_thw=grid if len(table) else None,
             )
-            places = [(int(i["first"]), int(i["rows"]), int(i["columns"])) for i in table]
+            images = RowImages("")
+            places = [(int(i["first"]), images.grid(i["meta"].tolist())) for i in table]
             made = grid_positions(np.arange(len(found.ids)), places)
             assert np.array_equal(made, wanted[:, 0].numpy()), family
 
@@ -536,8 +544,8 @@ def test_documents_of_a_store_keep_their_images(folder):
         copied = copy_documents(store, np.array(chosen))
         for number, document in enumerate(chosen):
             first, moved = store.offsets[document], copied.offsets[number]
-            [wanted] = store.images_between(*store.offsets[document : document + 2])
-            [image] = copied.images_between(*copied.offsets[number : number + 2])
+            [wanted] = store.attachments_between(*store.offsets[document : document + 2])
+            [image] = copied.attachments_between(*copied.offsets[number : number + 2])
             assert image.source == wanted.source
             assert image.first - moved == wanted.first - first
 
@@ -576,7 +584,7 @@ def test_the_folder_of_images(folder):
     other.mkdir()
     name = str(model_in(folder, "qwen2_5_vl"))
     encoder = make_encoder(
-        "chat", Data(kind="chat"), tokenizer=name, images=RowImages(name, None, str(folder))
+        "chat", Data(kind="chat"), tokenizer=name, modalities=(RowImages(name, str(folder)),)
     )
     row = Row(
         SourcePart(str(other / "rows.jsonl"), "jsonl"),
@@ -585,7 +593,7 @@ def test_the_folder_of_images(folder):
     )
     [found] = encoder.encode_rows([row])
     assert not found.problem
-    [missing] = replace(encoder, images=RowImages(name)).encode_rows([row])
+    [missing] = replace(encoder, modalities=(RowImages(name),)).encode_rows([row])
     assert "elsewhere/wide.png: no such file" in missing.problem
 
 
@@ -623,12 +631,12 @@ def test_pixels_of_odd_files_are_those_of_transformers(tmp_path):
     names = sorted(file.name for file in tmp_path.iterdir())
     assert len(names) == len(files) + 24 + 3 + 1
     for name in names:
-        source = source_of(name, str(tmp_path))
+        source: Any = source_of(name, RowImages("", folder=str(tmp_path)))
         wanted = load_image(str(tmp_path / name))
         assert np.array_equal(source.decode(source.read()), wanted), name
         # datasets may hold the opened image
         with Image.open(tmp_path / name) as image:
-            source = source_of(image, "")
+            source = source_of(image, RowImages(""))
         assert np.array_equal(source.decode(source.read()), wanted), name
 
 
@@ -636,7 +644,7 @@ def test_pixels_of_odd_files_are_those_of_transformers(tmp_path):
 def test_opened_images_that_cannot_be_used(mode):
     """Pillow's errors ended the run."""
     with pytest.raises(RowError, match=r"an image in the row: (has pixels of more|cannot be)"):
-        source_of(Image.new(mode, (4, 4)), "")
+        source_of(Image.new(mode, (4, 4)), RowImages(""))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -688,8 +696,8 @@ def test_a_stream_has_the_images_of_its_documents(folder, family, length, packin
     options |= {"overlong": "cut", "shuffle": False, "cache": str(folder / "cache")}
     data = Data(train=written(folder, rows), **options)
     grid = family == "qwen2_5_vl"
-    images = ModelImages(RowImages(name), grid=grid, token_types=None if grid else "token_type_ids")
-    model = ModelInputs(tokenizer=name, images=images)
+    images = with_images(name, grid=grid, token_types=None if grid else "token_type_ids")
+    model = ModelInputs(tokenizer=name, attachments=images)
     store = open_store(data.train, data, tokenizer=name, model=model, build=True)
     stored = NextToken().open(store, replace(data, packing=False), model)
     # Positions of the grid without those of text, which packed rows have
@@ -710,7 +718,7 @@ def test_a_stream_has_the_images_of_its_documents(folder, family, length, packin
         )
         made = StreamingDataset(
             find_parts(data.train, kind="chat"),
-            make_encoder("chat", data, tokenizer=name, images=model.row_images),
+            make_encoder("chat", data, tokenizer=name, modalities=model.attachments.modalities),
             objective=NextToken(),
             sampler=sampler,
             data=data,
@@ -743,11 +751,11 @@ def test_a_stream_has_the_images_of_its_documents(folder, family, length, packin
             seen.add(found)
             length_of = len(found)
             assert np.array_equal(targets[start : start + length_of], row["targets"])
-            arrays += row["images"]
+            arrays += [image.arrays for image in row["attachments"]]
             if grid:
                 own = positions[-3:, 0, start : start + length_of].numpy()
                 assert np.array_equal(own, row["grid_positions"])
-        assert tensors["images"] == len(arrays)
+        assert tensors["attachments"]["image"]["count"] == len(arrays)
         shown += len(arrays)
         joined = load_processor(name, None).join(arrays or [load_processor(name, None).blank])
         for key, array in joined.items():
@@ -784,13 +792,14 @@ def decoded(folder, monkeypatch):
 
 def test_a_stream_decodes_an_image_once(folder, decoded, monkeypatch):
     """Where the device normalizes pixels: its tokens and its pixels come from the same array."""
-    monkeypatch.setattr(ModelImages, "in_bytes", True)
+    table = property(lambda images: images.loaded.pixel_table)
+    monkeypatch.setattr(RowImages, "pixel_table", table)
     name = str(model_in(folder, "qwen2_5_vl"))
     rows = [asked({"type": "image", "path": f"{n}.png"}) for n in ("wide", "tall", "small")]
     data = Data(
         kind="chat", streaming=True, shuffle=False, sequence_length=64, train=written(folder, rows)
     )
-    model = ModelInputs(tokenizer=name, images=ModelImages(RowImages(name), grid=True))
+    model = ModelInputs(tokenizer=name, attachments=with_images(name, grid=True))
     sampler = RankBatchSampler(
         order=StreamOrder(),
         global_batch_size=1,
@@ -802,7 +811,7 @@ def test_a_stream_decodes_an_image_once(folder, decoded, monkeypatch):
     )
     stream = StreamingDataset(
         find_parts(data.train, kind="chat"),
-        make_encoder("chat", data, tokenizer=name, images=model.row_images),
+        make_encoder("chat", data, tokenizer=name, modalities=model.attachments.modalities),
         objective=NextToken(),
         sampler=sampler,
         data=data,
@@ -811,14 +820,16 @@ def test_a_stream_decodes_an_image_once(folder, decoded, monkeypatch):
         skipped_rows=None,
     )
     made = [raise_error(part).micro_batch.inputs for part in stream.starting(sampler, None)]
-    assert sum(tensors["images"] for tensors in made) >= 3
+    assert sum(tensors["attachments"]["image"]["count"] for tensors in made) >= 3
     assert sorted(decoded) == ["small.png", "tall.png", "wide.png"]
 
 
 def test_images_that_were_read_last_are_kept(folder, decoded, monkeypatch):
     """As many as the limit of bytes allows, and at least one; a file that changes is noticed."""
     processor = load_processor(str(model_in(folder, "qwen2_5_vl")), None)
-    wide, tall = (source_of(f"{name}.png", str(folder)) for name in ("wide", "tall"))
+    wide, tall = (
+        source_of(f"{name}.png", RowImages("", folder=str(folder))) for name in ("wide", "tall")
+    )
     first, checksum = processor.read(wide, in_bytes=True)
     again, _ = processor.read(wide, in_bytes=True, checksum=checksum)
     assert again is first
@@ -841,7 +852,7 @@ def test_a_stream_names_an_image_that_is_missing(folder):
         streaming=True,
         train=written(folder, [asked({"type": "image", "path": "no.png"})]),
     )
-    encoder = make_encoder("chat", data, tokenizer=name, images=RowImages(name))
+    encoder = make_encoder("chat", data, tokenizer=name, modalities=(RowImages(name),))
     sampler = RankBatchSampler(
         order=StreamOrder(),
         global_batch_size=1,
@@ -853,7 +864,7 @@ def test_a_stream_names_an_image_that_is_missing(folder):
     )
     stream = StreamingDataset(
         find_parts(data.train, kind="chat"), encoder, objective=NextToken(), sampler=sampler,
-        data=data, seed=3, model=ModelInputs(tokenizer=name, images=ModelImages(RowImages(name))),
+        data=data, seed=3, model=ModelInputs(tokenizer=name, attachments=with_images(name)),
         skipped_rows=None,
     )  # fmt: skip
     [part] = stream

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from launcher.data.attachment_inputs import TEXT_ALONE
 from launcher.data.batching import SampleOrder, TokenBatchSampler
 from launcher.data.collation import (
     EMPTY,
-    TextInputs,
+    RowInputs,
     collate_sequences,
     make_sample,
     padded_width,
@@ -57,8 +58,8 @@ def test_every_kind_of_row_is_padded_to_a_multiple(longest, width):
     ]
     found = [
         collate_sequences(rows, packed=False, masking="mask", **options),
-        collate_masked(rows, TextInputs(**options)),
-        collate_classified(classified, TextInputs(**options)),
+        collate_masked(rows, RowInputs(**options)),
+        collate_classified(classified, RowInputs(**options)),
     ]
     for collated in found:
         assert collated.micro_batch.inputs["input_ids"].shape == (3, width)
@@ -170,7 +171,7 @@ def test_a_run_on_gpus_rounds_widths(monkeypatch):
     prepared = SimpleNamespace(
         model=torch.nn.Linear(1, 1),
         description=SimpleNamespace(vocabulary=8),
-        images=None,
+        attachments=TEXT_ALONE,
         objective=objective_of(RECIPE.data),
     )
     with pytest.raises(StopIteration):

@@ -13,15 +13,14 @@ from torch._dynamo.utils import counters
 from launcher.checkpoint.resume import Latest
 from launcher.data import collation
 from launcher.data.collation import collate_sequences, make_sample
-from launcher.data.image_inputs import PlannedImages
-from launcher.data.images import RowImages
+from launcher.data.images import PlannedImages
 from launcher.distributed import triton_support
 from launcher.distributed.environment import set_compile_cache
 from launcher.models import attention
 from launcher.models.applied import applied
 from launcher.models.attention import VARLEN
 from launcher.models.description import describe
-from launcher.models.images import tower_blocks
+from launcher.models.towers import tower_blocks
 from launcher.reliability.progress import Progress
 from launcher.run import compilation as run_compilation
 from launcher.strategies import compilation
@@ -181,8 +180,8 @@ def test_blocks_of_towers_are_compiled_for_all_images(family, most, monkeypatch,
     varlen_on_cpu.register()
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda tensor: True)
     model = with_weights(make_model(tmp_path / family, family))
-    inputs = applied(model).images.inputs
-    images = PlannedImages(RowImages(""), tower=inputs)
+    inputs = applied(model).towers.kinds["image"].inputs
+    images = PlannedImages("", tower=inputs)
     attention.use_tower_attention(
         model, inputs.form, device=torch.device("cpu"), compute_dtype=torch.float32
     )

@@ -32,11 +32,11 @@ from launcher.models.hugging_face_files import (
     end_ids,
     export_hugging_face,
 )
-from launcher.models.images import use_images
 from launcher.models.initialization import random_weights
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.models.safetensors_files import open_folder, write_tensors
+from launcher.models.towers import use_towers
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.schema import Lora, Model
 from launcher.reliability.run_directory import RunFolder
@@ -60,7 +60,7 @@ def load_with_adapters(
     labels = ["a", "b", "c"] if task != "causal_lm" else None
     model = build_model(Model(path=str(folder), task=task), sequence_length=16, labels=labels)
     if images:
-        use_images(model, "none", {})
+        use_towers(model, {"image": "none"})
     found = open_checkpoint(folder, model)
     add_adapters(model, lora or Lora(rank=4, alpha=6.0), base_dtype=dtype, base=str(folder))
     pretrained_weights(model, CPU, CPU, checkpoint=found, seed=seed)

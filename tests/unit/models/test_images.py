@@ -11,16 +11,9 @@ from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from launcher.data.collation import make_sample
-from launcher.data.image_inputs import (
-    ImageInputs,
-    ModelImages,
-    PlannedImages,
-    grid_positions,
-    planned_images,
-)
+from launcher.data.attachment_inputs import Loaded, attachments_of, grid_positions
+from launcher.data.collation import RowInputs, make_sample
 from launcher.data.image_processor import ImageProcessor, load_processor
-from launcher.data.images import RowImages
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError
 from launcher.libraries.private import attention_implementation
@@ -35,18 +28,18 @@ from launcher.models.attention import (
 from launcher.models.build import build_model
 from launcher.models.changes import adapt, divide_rows
 from launcher.models.description import parts_without_text
-from launcher.models.images import (
+from launcher.models.micro_batch import IGNORED
+from launcher.models.tower_inputs import normalized
+from launcher.models.towers import (
     features_kept,
     packed_masks,
     tower_blocks,
     unused_modules,
-    use_images,
+    use_towers,
 )
-from launcher.models.micro_batch import IGNORED
-from launcher.models.tower_inputs import normalized
 from launcher.recipe.schema import Images, Lora, Model
 from tests import multimodal, varlen_on_cpu
-from tests.image_models import make_image, make_model, skip_without_packages
+from tests.image_models import make_image, make_model, skip_without_packages, with_images
 
 CPU = torch.device("cpu")
 EACH = ("qwen2_5_vl", "qwen3_vl", "gemma3", "gemma4", "idefics3", "llava", "mistral3", "smolvlm")
@@ -66,7 +59,7 @@ def processor_of(folder):
 
 def prepared(folder, train="all"):
     model = build_model(Model(path=str(folder)), sequence_length=64)
-    use_images(model, train, {})
+    use_towers(model, {"image": train})
     return model
 
 
@@ -91,16 +84,18 @@ def test_text_alone_gives_every_trained_parameter_a_gradient(models, family, on_
     blank, model = processor_of(folder).blank_batch, with_weights(folder)
     ids = torch.tensor([[257, 65, 66, 67]])
     inputs = {name: torch.from_numpy(array) for name, array in blank.items()}
-    tower = applied(model).images
+    towers, given = applied(model).towers, {"count": 0}
     if on_host:
-        inputs = tower.inputs.make(blank, ids)
-    if tower.token_types:
-        inputs[tower.token_types] = torch.zeros_like(ids)
+        given |= towers.kinds["image"].inputs.make(blank, ids)
+        inputs = {}
+    if towers.token_types:
+        inputs[towers.token_types] = torch.zeros_like(ids)
     model.train()
     plain = model(input_ids=ids, use_cache=False, **(
-        {tower.token_types: inputs[tower.token_types]} if tower.token_types else {}
+        {towers.token_types: inputs[towers.token_types]} if towers.token_types else {}
     )).logits  # fmt: skip
-    logits = model(input_ids=ids, images=0, use_cache=False, **inputs).logits
+    inputs["attachments"] = {"image": given}
+    logits = model(input_ids=ids, use_cache=False, **inputs).logits
     assert torch.equal(logits, plain)
     logits.sum().backward()
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -119,20 +114,20 @@ def test_features_of_an_answer_are_computed_once(models, family, shown):
     again. Without an image in the row, the tower sees a blank one."""
     skip_without_packages(family)
     model = with_weights(models[family]).eval()
-    tower, processor = applied(model).images, load_processor(str(models[family]), None)
-    images = ModelImages(
-        RowImages(str(models[family])), tower.grid, tower.token_types, tower=tower.inputs
-    )
+    processor = load_processor(str(models[family]), None)
+    images = with_images(str(models[family])).of_model(model)
+    [modality] = images.modalities
     text = processor.process(Image.new("RGB", (90, 60), "red")) if shown else None
     ids = hugging_face_tokenizer(str(models[family]))(text.text if shown else "ab")["input_ids"]
     ids = np.array([*ids, *b"What is it?"])
-    sample = make_sample([(ids, np.full(len(ids), IGNORED))]) | {"images": []}
+    sample = make_sample([(ids, np.full(len(ids), IGNORED))]) | {"attachments": []}
     if shown:
-        sample["images"] = [text.arrays]
+        place = int(np.flatnonzero(np.isin(ids, processor.token_ids))[0])
+        sample["attachments"] = [Loaded("image", text.arrays, place, len(ids), text.grid)]
         if images.grid:
-            place = int(np.flatnonzero(np.isin(ids, processor.token_ids))[0])
-            sample["grid_positions"] = grid_positions(sample["position_ids"], [(place, *text.grid)])
-    inputs = ImageInputs(256, images=images).collate([sample]).micro_batch.inputs
+            places = [(place, modality.grid(text.grid))]
+            sample["grid_positions"] = grid_positions(sample["position_ids"], places)
+    inputs = RowInputs(256, attachments=images).collate([sample]).micro_batch.inputs
     runs = []
     handle = next(iter(tower_blocks(model).values())).register_forward_hook(
         lambda *_: runs.append(1)
@@ -162,16 +157,17 @@ def test_a_blank_image_has_gradients_in_the_same_blocks_as_images(models, family
     those of LLaVA's last layers, which others skip."""
     skip_without_packages(family)
     model = with_weights(models[family]).train()
-    processor, tower = load_processor(str(models[family]), None), applied(model).images
+    processor, towers = load_processor(str(models[family]), None), applied(model).towers
     blank = processor.process(Image.new("RGB", (32, 32)))
     shown = hugging_face_tokenizer(str(models[family]))(blank.text)["input_ids"]
     ids = torch.tensor([[257, *shown, 65]])
     arrays = processor.join([blank.arrays])
     inputs = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    given, tower = {}, towers.kinds["image"]
     if tower.inputs is not None:
-        inputs = tower.inputs.make(arrays, ids)
-    if tower.token_types:
-        inputs[tower.token_types] = torch.isin(ids, torch.tensor(processor.token_ids)).long()
+        inputs, given = {}, tower.inputs.make(arrays, ids)
+    if towers.token_types:
+        inputs[towers.token_types] = torch.isin(ids, torch.tensor(processor.token_ids)).long()
     seen = []
 
     def watch(name):
@@ -183,9 +179,14 @@ def test_a_blank_image_has_gradients_in_the_same_blocks_as_images(models, family
 
     for name, block in tower_blocks(model).items():
         block.register_forward_hook(watch(name))
-    model(input_ids=ids, images=0, use_cache=False, **inputs).logits.sum().backward()
+
+    def train(count):
+        attachments = {"image": {"count": count, **given}}
+        model(input_ids=ids, attachments=attachments, **inputs).logits.sum().backward()
+
+    train(0)
     of_blank, seen[:] = [*seen], []
-    model(input_ids=ids, images=1, use_cache=False, **inputs).logits.sum().backward()
+    train(1)
     assert of_blank == seen != []
 
 
@@ -307,15 +308,15 @@ def test_features_are_those_of_transformers(models, family, kernel, monkeypatch,
         varlen_on_cpu.register()
         monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
     processor, model = processor_of(models[family]), with_weights(models[family])
-    inputs = applied(model).images.inputs
+    inputs = applied(model).towers.kinds["image"].inputs
     tokenizer = transformers.AutoTokenizer.from_pretrained(models[family])
-    word = tokenizer.convert_ids_to_tokens(inputs.image_token)
+    word = tokenizer.convert_ids_to_tokens(inputs.token)
     images, ids = [], []
     for number, size in enumerate([(120, 60), (84, 140), (56, 28)]):
         with Image.open(make_image(tmp_path / f"{number}.png", size=size, seed=number)) as image:
             made = processor.process(image)
         images.append(made.arrays)
-        ids += [65, *[inputs.image_token] * made.text.count(word)]
+        ids += [65, *[inputs.token] * made.text.count(word)]
     arrays = processor.join(images)
     own = {name: torch.from_numpy(array) for name, array in arrays.items()}
     takes = inspect.signature(model.base_model.get_image_features).parameters
@@ -326,8 +327,8 @@ def test_features_are_those_of_transformers(models, family, kernel, monkeypatch,
     chosen = model.config.vision_config._attn_implementation
     assert chosen == (form.attention or "sdpa")
     made = inputs.make(arrays, torch.tensor([ids]))
-    places = [place for place, token in enumerate(ids) if token == inputs.image_token]
-    assert made["image_positions"].tolist() == places
+    places = [place for place, token in enumerate(ids) if token == inputs.token]
+    assert made["positions"].tolist() == places
     found = form.features(model.base_model, made["tower"])
     for one, other in zip(levels(found), levels(expected), strict=True):
         assert len(one) == len(places)
@@ -345,10 +346,10 @@ def levels(output):
 @pytest.mark.parametrize("family", EACH)
 def test_operations_of_a_tower_are_those_that_torch_counts(models, family):
     model = with_weights(models[family])
-    inputs = applied(model).images.inputs
+    inputs = applied(model).towers.kinds["image"].inputs
     ids = torch.full((1, 600), 65)
     tokens, _, arrays = inputs.form.largest(500)
-    ids[0, 1 : 1 + tokens] = inputs.image_token
+    ids[0, 1 : 1 + tokens] = inputs.token
     tower = normalized(inputs.make(arrays, ids, np.zeros((3, 256), dtype=np.float32))["tower"])
     use_tower_attention(model, inputs.form, device=CPU, compute_dtype=torch.float32)
     # The kernel of attention for CPUs is not counted
@@ -359,21 +360,21 @@ def test_operations_of_a_tower_are_those_that_torch_counts(models, family):
     expected = pytest.approx(counter.get_total_flops(), rel=0.1 if inexact else 1e-3)
     assert sum(inputs.forward_operations(tower, tokens)) == expected
     assert inputs.operations.passes == 3
-    frozen = applied(prepared(models[family], "projector")).images.inputs
+    frozen = applied(prepared(models[family], "projector")).towers.kinds["image"].inputs
     assert frozen.operations.passes == 1
 
 
 def test_rows_of_a_plan_are_full_of_the_largest_images(models):
     def patches(family, length, max_pixels=None):
-        tower = applied(prepared(models[family])).images
-        rows = RowImages("", max_pixels)
-        images = PlannedImages(rows, tower.grid, tower.token_types, tower.inputs)
-        inputs = ImageInputs(length, images=images)
-        ids = np.full(length, tower.inputs.image_token)  # random tokens are those of text, too
-        row = inputs.filled(make_sample([(ids, ids)]))
-        made = inputs.collate([row]).micro_batch.inputs
-        assert len(made["image_positions"]) == sum(row["input_ids"] == tower.inputs.image_token)
-        return made["images"], tower.inputs.patches(made["tower"]), len(made["image_positions"])
+        model = prepared(models[family])
+        sections = {"image": Images(max_pixels=max_pixels)}
+        images = attachments_of(sections, Model(path=""), model).planned(model)
+        [modality], inputs = images.modalities, RowInputs(length, attachments=images)
+        ids = np.full(length, modality.tower.token)  # random tokens are those of text, too
+        row = images.with_largest_attachments(make_sample([(ids, ids)]))
+        made = inputs.collate([row]).micro_batch.inputs["attachments"]["image"]
+        assert len(made["positions"]) == sum(row["input_ids"] == modality.tower.token)
+        return made["count"], modality.tower.patches(made["tower"]), len(made["positions"])
 
     # 31 x 33 tokens in a row of 1,026, of 4 patches each
     assert patches("qwen2_5_vl", 1026) == (1, 4096, 1024)
@@ -393,11 +394,14 @@ def test_rows_of_a_plan_are_full_of_the_largest_images(models):
 
 
 def test_a_plan_refuses_a_limit_of_pixels_that_the_processor_does_not_have(models):
-    limited = Images(max_pixels=100_000)
-    made = planned_images(limited, prepared(models["qwen2_5_vl"]))
-    assert made.rows.max_pixels == 100_000
+    def planned(family):
+        sections, model = {"image": Images(max_pixels=100_000)}, prepared(models[family])
+        return attachments_of(sections, Model(path=""), model).planned(model)
+
+    [images] = planned("qwen2_5_vl").modalities
+    assert images.max_pixels == 100_000
     with pytest.raises(RecipeError, match=r"max_pixels: the processor of Gemma3For.* has no limit"):
-        planned_images(limited, prepared(models["gemma3"]))
+        planned("gemma3")
 
 
 @pytest.mark.parametrize("family", EACH)
@@ -407,7 +411,7 @@ def test_pixels_that_the_device_normalizes_are_those_of_the_processor(models, fa
         expected = processor.process(image).arrays
         found = processor.process(image, in_bytes=True).arrays
     assert found["pixel_values"].dtype == np.uint8
-    inputs = applied(prepared(models[family])).images.inputs
+    inputs = applied(prepared(models[family])).towers.kinds["image"].inputs
     tower = inputs.make(found, torch.zeros(1, 4, dtype=torch.long), processor.pixel_table)["tower"]
     assert np.array_equal(normalized(tower)["pixel_values"].numpy(), expected["pixel_values"])
 
@@ -465,4 +469,4 @@ def test_packed_masks_are_those_of_single_documents():
 def test_models_that_are_refused(config, problem):
     model = build_model(Model(config=config), sequence_length=16)
     with pytest.raises(RecipeError, match=problem):
-        use_images(model, "none", {})
+        use_towers(model, {"image": "none"})

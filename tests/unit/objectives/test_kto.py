@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import log_softmax
 
 from launcher.data.batching import NO_SAMPLE
-from launcher.data.collation import TextInputs
+from launcher.data.collation import RowInputs
 from launcher.data.dataset import MixtureDataset
 from launcher.data.encoder import make_encoder
 from launcher.data.token_store import TokenStore
@@ -157,7 +157,7 @@ def test_losses_by_source():
 
 def test_the_example_of_the_plan_has_full_rows():
     data = schema.Data(kind="unpaired", sequence_length=LENGTH)
-    inputs = TextInputs(LENGTH, packed=True)
+    inputs = RowInputs(LENGTH, packed=True)
     about = Example(data, 3, inputs, 2, VOCABULARY, 0, np.random.default_rng(0))
     objective, collated = kto.Kto().with_example(about)
     assert collated.micro_batch.inputs["input_ids"].shape[0] == 3

@@ -75,8 +75,8 @@ def test_rates_are_means_since_the_last_record(clock):
 
 def test_mfu_counts_attention_to_tokens_of_the_same_document(reporter):
     """16 tokens in documents of 12 and 4: a token attends to (144 + 16) / 16 = 10 of them. The
-    operations of images are those of the step, here 7 for each token."""
-    totals = StepTotals(15, 16, squared_lengths=160, image_operations=7 * 16)
+    operations of towers are those of the step, here 7 for each token."""
+    totals = StepTotals(15, 16, squared_lengths=160, tower_operations=7 * 16)
     statistics = StepStatistics(totals, SINGLE_RANK)
     batch = GlobalBatch(1, [], statistics, 8, 0.5)
     last = Step(1, torch.tensor(1.0), torch.tensor(2.0), torch.tensor(0.0), 1e-3, batch)
