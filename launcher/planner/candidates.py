@@ -28,6 +28,7 @@ from launcher.recipe.schema import (
     Strategy,
 )
 from launcher.recipe.validate import check
+from launcher.recipe.yaml_text import as_override
 from launcher.strategies.base import compute_dtype, offloads_parameters
 
 LARGEST_MICRO_BATCH = 512
@@ -331,8 +332,7 @@ def overrides_between(before: object, after: object, path: str = "") -> tuple[st
     if before == after:
         return ()
     if not dataclasses.is_dataclass(after) or isinstance(after, type):
-        text = "null" if after is None else str(after)
-        return (f"{path}={text.lower() if isinstance(after, bool) else text}",)
+        return (as_override(path, after),)
     names = [field.name for field in dataclasses.fields(after)]
     if before is None:  # the section was null: keys that differ from the default, or the first key
         default = type(after)()

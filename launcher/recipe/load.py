@@ -32,6 +32,7 @@ from launcher.errors import RecipeError, first_line, suggestion
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
 from launcher.recipe.columns import first_row, rows_as_text, why_text
 from launcher.recipe.combinations import ALTERNATIVES, excludes_compile, kind_by_keys
+from launcher.recipe.decisions import Derived
 from launcher.recipe.decode import (
     ARGUMENTS,
     DEFAULT,
@@ -81,9 +82,9 @@ class Origins:
 
     file: str
     places: Places
-    derived: dict[KeyPath, str] = field(default_factory=dict)
-    """Where the values of keys that were not given come from, if not from the defaults."""
-    as_text: dict[KeyPath, str] = field(default_factory=dict)
+    derived: dict[KeyPath, Derived] = field(default_factory=dict)
+    """The values of keys that were not given, if they are not the defaults."""
+    as_text: dict[KeyPath, Derived] = field(default_factory=dict)
     """Why data has the default kind, for messages."""
     adapter: dict[KeyPath, str] = field(default_factory=dict)
     """For keys that were not given and come from the adapter in lora.path: its file, and the name
@@ -92,7 +93,7 @@ class Origins:
     def of(self, path: KeyPath) -> str:
         """`recipes/ddp.yaml:24`, `command line` or `default`."""
         if path in self.derived:
-            return self.derived[path]
+            return str(self.derived[path])
         place = self.places.get(path)
         if isinstance(place, str):
             return "command line"
@@ -277,7 +278,7 @@ def _replace_alternatives(plain: dict[str, Any], origins: Origins) -> None:
             if path != typed[0]:
                 _get(plain, path[:-1])[path[-1]] = None
                 origins.places.pop(path, None)
-                origins.derived[path] = f"null, because {dotted(typed[0])} is given"
+                origins.derived[path] = Derived(None, f"because {dotted(typed[0])} is given")
 
 
 def _yield_auto(plain: dict[str, Any]) -> None:
@@ -435,14 +436,14 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
         data.pop("validation_split", None)
         given = origins.places.pop(("data", "validation_split"), None)
         if isinstance(given, str):
-            instead = "null, because data.validation is given"
+            instead = Derived(None, "because data.validation is given")
             origins.derived["data", "validation_split"] = instead
     if data.get("kind") is not None:
         return
     train, kinds = data.get("train"), kinds_of_objective(plain)
     assumed = kind_by_keys(plain, kinds)
     changed = assumed != DEFAULT.data.kind
-    by_keys = f"{assumed}, by the other keys of the recipe" if changed else None
+    by_keys = "by the other keys of the recipe" if changed else None
     mixture = train if isinstance(train, dict) else {"": {"files": train}}
     for name, source in mixture.items():
         files = source.get("files") if isinstance(source, dict) else None
@@ -479,9 +480,9 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
         if first is not None and problem is not None:  # alone: not with rules about its kind
             kind = kind_by_keys(plain, (kind, *kinds))
         elif first is not None:
-            why = f"{kind}, by the columns of {shown(first[0])}"
+            why = f"by the columns of {shown(first[0])}"
         elif found is None and (text := why_text(files)) is not None:
-            origins.as_text["data", "kind"] = f"text, as {shown(text)}"
+            origins.as_text["data", "kind"] = Derived("text", f"as {shown(text)}")
         elif found is None:
             kind, why = assumed, by_keys
         if kind == "text" and source.get("kind") is None:
@@ -492,7 +493,7 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
         if kind != data.get("kind") and source.get("kind") is None:
             (data if len(path) == 2 else source)["kind"] = kind
             if why is not None:
-                origins.derived[path] = why
+                origins.derived[path] = Derived(kind, why)
         if first is not None and problem is not None:
             yield Problem(where, f"{shown(first[0])}: {problem}")
     sets = data.get("validation")
@@ -503,7 +504,8 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
                 where = ("data", "validation", name) if name else ("data", "validation")
                 yield from _refuse_rows_as_text(where, files)
     if data.get("kind") is None and data.get("builder") is None and by_keys is not None:
-        plain["data"], origins.derived["data", "kind"] = data | {"kind": assumed}, by_keys
+        plain["data"] = data | {"kind": assumed}
+        origins.derived["data", "kind"] = Derived(assumed, by_keys)
 
 
 def _refuse_rows_as_text(where: KeyPath, files: list[str]) -> Iterator[Problem]:
@@ -538,7 +540,7 @@ def _decide_packing(plain: dict[str, Any], origins: Origins, *, hub: bool) -> It
         why = "attention of model.task: masked_lm goes to both sides"
     if why is not None and given == "auto":
         data["packing"] = False
-        origins.derived["data", "packing"] = f"false, because {why}"
+        origins.derived["data", "packing"] = Derived(False, f"because {why}")
     elif why is not None:
         yield Problem(("data", "packing"), f"{why}; set it to auto, or to false")
 
@@ -552,15 +554,15 @@ def _decide_precision(plain: dict[str, Any], origins: Origins) -> None:
     open_ = strategy.get("kind") == "auto" and "mixed_precision" not in strategy
     if open_ and not computes_in_bfloat16():
         strategy["mixed_precision"] = None
-        why = "null, so float32: this CPU has no instructions for bfloat16"
-        origins.derived["strategy", "mixed_precision"] = why
+        why = "so float32: this CPU has no instructions for bfloat16"
+        origins.derived["strategy", "mixed_precision"] = Derived(None, why)
 
 
 def _decide_compile(recipe: Recipe, origins: Origins) -> Recipe:
     """The recipe with false in place of `model.compile: auto` if another key excludes compilation."""
     if recipe.model.compile != "auto" or (key := excludes_compile(recipe)) is None:
         return recipe
-    origins.derived["model", "compile"] = f"false, because {key} excludes it"
+    origins.derived["model", "compile"] = Derived(False, f"because {key} excludes it")
     return replace(recipe, model=replace(recipe.model, compile=False))
 
 
