@@ -30,9 +30,9 @@ from launcher.planner.formatting import as_text
 from launcher.planner.machine import Machine
 from launcher.planner.page import write_plan
 from launcher.planner.plan_as_json import as_json
+from launcher.recipe.decisions import open_keys
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
-from launcher.recipe.validate import open_keys
 from launcher.reliability.json_files import Json
 
 _Nodes = Annotated[int, option("Nodes.", "N")]

@@ -40,9 +40,9 @@ from launcher.planner.recipe_values import has_reductions_to_choose, micro_batch
 from launcher.planner.search import fastest_that_fits, search_configurations
 from launcher.planner.speed import estimate_time, seconds_of_step
 from launcher.planner.work import Work, with_most_saved
+from launcher.recipe.decisions import open_keys
 from launcher.recipe.load import to_yaml
 from launcher.recipe.schema import Lora, Recipe
-from launcher.recipe.validate import open_keys
 from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 from launcher.run.compilation import resolve_compile

@@ -26,8 +26,8 @@ from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError,
 from launcher.files import remove_leftovers
 from launcher.models.config_keys import check_config_keys
 from launcher.objectives.base import dataset_objective
+from launcher.recipe.decisions import open_keys, open_sizes
 from launcher.recipe.load import LoadedRecipe
-from launcher.recipe.validate import open_keys, open_sizes
 from launcher.reliability.failures import FailureWatch
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log

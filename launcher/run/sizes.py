@@ -33,12 +33,12 @@ from launcher.files import replace_text
 from launcher.models.build import make_config
 from launcher.recipe import schema
 from launcher.recipe.combinations import value_of
+from launcher.recipe.decisions import open_sizes, with_recorded, with_value
 from launcher.recipe.hub import config_file
 from launcher.recipe.layouts import KINDS
 from launcher.recipe.load import to_yaml
 from launcher.recipe.model_config import of_text
 from launcher.recipe.schema import Recipe
-from launcher.recipe.validate import open_sizes, with_recorded, with_value
 from launcher.reliability.run_directory import RunFolder
 
 logger = logging.getLogger(__name__)

@@ -19,6 +19,7 @@ from launcher.planner.memory import HostMemory
 from launcher.planner.plan import estimated_plan, make_plan
 from launcher.planner.profile import profile_model
 from launcher.planner.work import with_most_saved
+from launcher.recipe.decisions import open_keys
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import (
     ActivationCheckpointing,
@@ -28,7 +29,6 @@ from launcher.recipe.schema import (
     Model,
     Strategy,
 )
-from launcher.recipe.validate import open_keys
 from launcher.run import auto as detect
 from tests.unit.planner.example_plans import (
     AUTO_RECIPE,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from launcher.errors import RecipeError
+from launcher.recipe.decisions import open_sizes, with_recorded
 from launcher.recipe.load import load_recipe
 from launcher.recipe.section import AutoFloat
-from launcher.recipe.validate import open_sizes, with_recorded
 from launcher.recipe.yaml_text import to_yaml
 from launcher.run.sizes import (
     Rows,
