@@ -7,27 +7,19 @@ import copy
 import dataclasses
 import itertools
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from launcher.checkpoint.resume import Start, earlier_strategy
 from launcher.console import bytes_as_text, seconds_as_text
-from launcher.distributed import host_memory
-from launcher.distributed.environment import Environment
-from launcher.distributed.process_group import from_rank_0, gather
-from launcher.distributed.rank_layout import RankLayout
-from launcher.distributed.separate_process import run_in_process
-from launcher.errors import RecipeError, TrainingError
-from launcher.files import replace_text
+from launcher.errors import RecipeError
 from launcher.planner.candidates import Configuration, overrides_between
 from launcher.planner.fastest import measured_choice
 from launcher.planner.formatting import batch_text, needs_text, strategy_text
-from launcher.planner.machine import Machine, known_machine
+from launcher.planner.machine import Machine
 from launcher.planner.memory import Plan
 from launcher.planner.plan import estimated_plan
 from launcher.planner.profile import (
@@ -41,17 +33,14 @@ from launcher.planner.search import fastest_that_fits, search_configurations
 from launcher.planner.speed import estimate_time, seconds_of_step
 from launcher.planner.work import Work, with_most_saved
 from launcher.recipe.decisions import open_keys
-from launcher.recipe.load import to_yaml
 from launcher.recipe.schema import Lora, Recipe
 from launcher.reliability.json_files import Json
-from launcher.reliability.run_directory import RunFolder
-from launcher.run.compilation import resolve_compile
 from launcher.strategies.base import compute_dtype, dtype_name
 from launcher.training.model import PreparedModel
 
 logger = logging.getLogger(__name__)
 
-_Profiles = tuple[ModelProfile, Callable[[], ModelProfile]]
+Profiles = tuple[ModelProfile, Callable[[], ModelProfile]]
 """A profile of the model without what its blocks save, and a function that returns it with that."""
 COLLECTIVES = ("sync_every_micro_batch", "reshard_after_forward")
 """Keys of `strategy`. Their `auto` becomes false if `ROOM` of the memory stays free with false, and
@@ -67,151 +56,8 @@ micro-batch."""
 SLOW_STEP = 60.0
 """If a step takes as many seconds by plan, the message of a choice for CPUs names a smaller
 batch."""
-SECONDS = 300
-"""Time limit of the choice."""
 LONG = 300.0
 """Seconds of a run that is long enough to suggest what is faster."""
-OWN_CONTEXT = 2**30
-"""Bytes of a GPU that the CUDA context and communicators of this process hold. An estimate. A plan
-includes them in the memory needed, so they must also be included in the memory available."""
-
-
-def detect_machine(ranks: RankLayout, environment: Environment) -> Machine:
-    """The machine that all ranks run on, with the smallest memory of all devices. Host memory is all
-    that nodes and control groups allow, so that a choice does not depend on what other processes
-    hold at the moment.
-
-    Every rank must call this.
-    """
-    device, on_node = ranks.device, environment.local_world_size
-    whole = host_memory.allowed()
-    host = None if whole is None else whole // on_node
-    name, total, memory = "cpu", 0, host
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        free, total = torch.cuda.mem_get_info(device)
-        memory = min(total, free + OWN_CONTEXT)
-    cores = len(os.sched_getaffinity(0))
-    every = gather(((name, total), memory, host, on_node, cores), ranks.group)
-    devices, memories, hosts, on_nodes, node_cores = zip(*every, strict=True)
-    # If the nodes differ, each rank is treated as a node of its own, with its share of the memory
-    per_node = on_node if len(set(on_nodes)) == 1 else 1
-    name, total = min(devices)
-    machine = known_machine(
-        name,
-        nodes=ranks.size // per_node,
-        gpus_per_node=per_node,
-        memory=total or None,
-        cores=max(1, min(node_cores) * per_node // on_node),
-    )
-    host = _least(hosts)
-    return dataclasses.replace(
-        machine,
-        memory=_least(memories),
-        host_memory=None if host is None else host * per_node,
-    )
-
-
-def warn_of_memory(
-    recipe: Recipe,
-    profiles: Callable[[], _Profiles],
-    machine: Machine,
-    *,
-    exact: bool,
-    ranks: RankLayout,
-    environment: Environment,
-) -> None:
-    """Logs a warning if by estimate a GPU or a node needs more memory than is free now; every rank
-    must call this, with a recipe without `auto`.
-
-    exact: trace the model if the quick estimate, which is too high, does not fit. False: do not
-    delay the start by that, and warn if what is held without activations does not fit.
-    """
-    left, on_node = host_memory.available(), environment.local_world_size
-    own = None if left is None else left // on_node + host_memory.resident()
-    share = _least(gather(own, ranks.group))
-    own_code = recipe.model.builder is not None or recipe.data.builder is not None
-    if ranks.rank != 0 or share is None or own_code:  # of which nothing is known without a trace
-        return
-    free, whole = share * machine.gpus_per_node, machine.host_memory or 0
-    on_device, needed, at_least = 0, 0, ""
-    if exact:
-        for plan in _estimates(recipe, machine, profiles()):
-            on_device, needed = plan.needed, plan.host.total
-            if needed <= free and (plan.spare is None or plan.spare >= 0):
-                return
-    else:
-        plan = estimated_plan(profiles()[0], recipe, machine)
-        on_device, at_least = plan.context + plan.step.held.total, "at least "
-        needed = plan.host.total
-        if machine.device == "cpu":
-            needed -= machine.gpus_per_node * (plan.needed - on_device)
-    if machine.device == "cuda" and machine.memory is not None and on_device > machine.memory:
-        logger.warning(
-            f"memory: by estimate a GPU needs {at_least}{bytes_as_text(on_device)}, and "
-            f"{bytes_as_text(machine.memory)} are free; `launcher plan` names what fits"
-        )
-    if needed > whole:
-        a_node = f"and has {bytes_as_text(whole)}"
-    else:
-        a_node = f"and {bytes_as_text(free)} of its {bytes_as_text(whole)} are free"
-    if needed > free:
-        size = f"{at_least}{bytes_as_text(needed)}"
-        logger.warning(f"host memory: by estimate a node needs {size}, {a_node}")
-
-
-def _least(sizes: Sequence[int | None]) -> int | None:
-    return min((size for size in sizes if size is not None), default=None)
-
-
-def resolve_auto(
-    recipe: Recipe, machine: Machine, *, start: Start, ranks: RankLayout, run: RunFolder
-) -> Recipe:
-    """The recipe with rank 0's choice in place of `auto`; every rank must call this. `start` is
-    `Decision.start`.
-
-    Writes the recipe to RUN_DIR/recipe.yaml. Micro-batch sizes that ran out of memory in an earlier
-    start of this run, on as many of the same devices, are not chosen again, nor are larger ones.
-    Raises RecipeError if nothing fits, TrainingError if planning fails.
-    """
-    written, recipe = recipe, resolve_compile(recipe, start=start, ranks=ranks, run=run)
-    if open_keys(recipe):
-        recipe = _resolve_by_plan(recipe, machine, ranks=ranks, run=run)
-    if recipe is not written and ranks.rank == 0:
-        run.check()
-        replace_text(run.path / "recipe.yaml", to_yaml(recipe), durable=True)
-    return recipe
-
-
-def _resolve_by_plan(
-    recipe: Recipe, machine: Machine, *, ranks: RankLayout, run: RunFolder
-) -> Recipe:
-    answer: tuple[Recipe, Sequence[str], str] | Exception | None = None
-    if ranks.rank == 0:
-        logger.info("auto: looking for the fastest configuration that fits ...")
-        failed = failed_micro_batches(run.read_events(), machine=machine, recipe=recipe)
-        try:
-            answer = run_in_process(SECONDS, _choose, recipe, machine, min(failed, default=None))
-        except RecipeError as error:
-            answer = error
-        except TrainingError as error:
-            text = f"auto: the plan failed; set {' and '.join(open_keys(recipe))}. {error}"
-            answer = TrainingError(text, reason="plan_failed")
-    answer = from_rank_0(answer, ranks.group)
-    if isinstance(answer, Exception):
-        raise answer
-    assert answer is not None
-    chosen, overrides, why = answer
-    lines = "".join(f"\n      {override}" for override in overrides)
-    logger.info(f"auto: {why}{lines}")
-    return _with_own(chosen, recipe)
-
-
-def _with_own(chosen: Recipe, own: Recipe) -> Recipe:
-    """Rank 0's recipe with the sections of this rank that no choice changes: machines may have
-    other folders, caches and loader processes."""
-    model = dataclasses.replace(chosen.model, path=own.model.path)
-    return dataclasses.replace(chosen, run=own.run, model=model, lora=own.lora, data=own.data)
 
 
 def open_collectives(recipe: Recipe, *, ranks: int) -> list[str]:
@@ -222,63 +68,20 @@ def open_collectives(recipe: Recipe, *, ranks: int) -> list[str]:
     return [key for key in keys if getattr(recipe.strategy, key) == "auto"]
 
 
-def resolve_collectives(
-    recipe: Recipe,
-    profiles: Callable[[], _Profiles],
-    machine: Machine,
-    *,
-    start: Start,
-    ranks: RankLayout,
-    run: RunFolder,
-) -> Recipe:
-    """The recipe with rank 0's choice in place of `auto` in `COLLECTIVES` and `model.keep_logits`;
-    every rank must call this. `start` is `Decision.start`. Writes the recipe to
-    RUN_DIR/recipe.yaml."""
-    collectives = open_collectives(recipe, ranks=machine.ranks)
-    if not collectives and recipe.model.keep_logits != "auto":
-        return recipe
-    answer: tuple[Recipe, list[str]] | None = None
-    if ranks.rank == 0:
-        same = {"strategy." + key for key in COLLECTIVES}
-        found, events = profiles(), run.read_events()
-        chosen, reasons = recipe, []
-        if collectives:
-            chosen, why = choose_collectives(
-                recipe,
-                machine,
-                found,
-                earlier=earlier_strategy(recipe, run, start, ranks=machine.ranks, except_for=same),
-                failed=_failed_with_fewer(events, machine=machine, recipe=recipe),
-            )
-            reasons.append(why)
-        failed = _failed_with_logits(events, machine=machine, recipe=recipe)
-        if (logits := choose_logits(chosen, machine, found, failed=failed)) is not None:
-            chosen, why = logits
-            reasons.append(why)
-        if reasons:
-            run.check()
-            replace_text(run.path / "recipe.yaml", to_yaml(chosen), durable=True)
-        answer = chosen, reasons
-    chosen, reasons = cast("tuple[Recipe, list[str]]", from_rank_0(answer, ranks.group))
-    for why in reasons:
-        logger.info(f"auto: {why}")
-    return _with_own(chosen, recipe)
-
-
 def profiles_of(
     recipe: Recipe, prepared: PreparedModel, machine: Machine
-) -> Callable[[], _Profiles]:
+) -> Callable[[], Profiles]:
     """A function that returns the two profiles that `choose_collectives` takes: one from shapes, and
     a function that traces one. Each is made when it is first needed."""
 
     @cache
-    def profiles() -> _Profiles:
+    def profiles() -> Profiles:
         return _profiles(recipe, prepared, machine)
 
     return profiles
 
 
-def _profiles(recipe: Recipe, prepared: PreparedModel, machine: Machine) -> _Profiles:
+def _profiles(recipe: Recipe, prepared: PreparedModel, machine: Machine) -> Profiles:
     shapes = profile_of_shapes(prepared, recipe, device=machine.device)
 
     @cache
@@ -293,7 +96,7 @@ def _profiles(recipe: Recipe, prepared: PreparedModel, machine: Machine) -> _Pro
 def choose_collectives(
     recipe: Recipe,
     machine: Machine,
-    profiles: _Profiles,
+    profiles: Profiles,
     *,
     earlier: Mapping[str, Any] | None = None,
     failed: bool = False,
@@ -329,7 +132,7 @@ def choose_collectives(
     def leaves(share: float, choice: Recipe) -> bool:
         nonlocal estimated
         short = 0
-        for plan in _estimates(choice, machine, (profiles[0], traced)):
+        for plan in estimates(choice, machine, (profiles[0], traced)):
             estimated = True
             if plan.spare is not None and plan.spare >= share * known:
                 if not on_cpu or plan.host_spare is None or plan.host_spare >= 0:
@@ -365,7 +168,7 @@ def _memory_text(machine: Machine) -> str:
 def choose_logits(
     recipe: Recipe,
     machine: Machine,
-    profiles: _Profiles,
+    profiles: Profiles,
     *,
     failed: bool = False,
 ) -> tuple[Recipe, str] | None:
@@ -391,7 +194,7 @@ def choose_logits(
     chosen, why = again, f"kept logits would leave less than {room:.0%} of {memory} free"
     if failed:
         why = "with kept logits an earlier start ran out of memory"
-    elif not (plans := list(_estimates(kept, machine, profiles))):
+    elif not (plans := list(estimates(kept, machine, profiles))):
         why = _NO_ESTIMATE
     elif any(plan.spare is not None and plan.spare >= room * known for plan in plans):
         chosen, why = kept, f"by estimate {room:.0%} of {memory} or more stay free"
@@ -406,7 +209,7 @@ def _with_strategy(recipe: Recipe, values: Mapping[str, bool]) -> Recipe:
     return dataclasses.replace(recipe, strategy=strategy)
 
 
-def _estimates(recipe: Recipe, machine: Machine, profiles: _Profiles) -> Iterator[Plan]:
+def estimates(recipe: Recipe, machine: Machine, profiles: Profiles) -> Iterator[Plan]:
     """Estimates of the memory: first a quick one that is too high, then a good one. There are no
     estimates for models of the user's own code: only a trace finds out what such a model saves."""
     shapes, checkpointing = profiles[0], recipe.activation_checkpointing
@@ -418,7 +221,7 @@ def _estimates(recipe: Recipe, machine: Machine, profiles: _Profiles) -> Iterato
         yield estimated_plan(traced, recipe, machine)
 
 
-def _choose(
+def choose_or_refuse(
     recipe: Recipe, machine: Machine, failed: int | None
 ) -> tuple[Recipe, Sequence[str], str]:
     """Like `choose`, but raises RecipeError with suggestions if nothing fits."""
@@ -543,7 +346,7 @@ def failed_micro_batches(events: list[Json], *, machine: Machine, recipe: Recipe
     ]
 
 
-def _failed_with_fewer(events: list[dict[str, Any]], *, machine: Machine, recipe: Recipe) -> bool:
+def failed_with_fewer(events: list[dict[str, Any]], *, machine: Machine, recipe: Recipe) -> bool:
     """Whether an earlier start of a run, on as many of the same devices and with the same settings
     but fewer collectives, ran out of memory."""
     return any(
@@ -552,7 +355,7 @@ def _failed_with_fewer(events: list[dict[str, Any]], *, machine: Machine, recipe
     )
 
 
-def _failed_with_logits(events: list[Json], *, machine: Machine, recipe: Recipe) -> bool:
+def failed_with_logits(events: list[Json], *, machine: Machine, recipe: Recipe) -> bool:
     """Whether a similar start ran out of memory while it kept logits."""
     return any(
         event.get("keep_logits") is True

@@ -34,15 +34,7 @@ from launcher.reliability.run_directory import RunFolder, rank_log
 from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch
 from launcher.run.agreement import compare_content, compare_recipes
-from launcher.run.auto import (
-    detect_machine,
-    faster_text,
-    profiles_of,
-    resolve_auto,
-    resolve_collectives,
-    seconds_of_steps,
-    warn_of_memory,
-)
+from launcher.run.auto import faster_text, profiles_of, seconds_of_steps
 from launcher.run.checkpoint_manager import CheckpointManager
 from launcher.run.compilation import Compilation
 from launcher.run.garbage import GarbageCollection
@@ -50,11 +42,14 @@ from launcher.run.out_of_memory import MemoryPostMortem
 from launcher.run.profiling import make_profiler
 from launcher.run.recorder import StepRecorder
 from launcher.run.reporting import Reporter
-from launcher.run.sizes import (
-    check_repeats,
+from launcher.run.resolve import (
+    detect_machine,
+    resolve_auto,
+    resolve_collectives,
     resolve_sizes,
-    time_text,
+    warn_of_memory,
 )
+from launcher.run.sizes import check_repeats, time_text
 from launcher.run.summary import describe_start, summarize
 from launcher.strategies.base import compute_dtype, offloads_parameters
 from launcher.training.evaluation import EarlyStopping

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from launcher.checkpoint.resume import Start, recorded_recipe
 from launcher.console import seconds_as_text
 from launcher.data.encoder import make_encoder
 from launcher.data.held_out import held_out
@@ -26,20 +25,16 @@ from launcher.data.sources import find_parts
 from launcher.data.store_files import Hashes
 from launcher.data.token_store import ModelInputs, TokenStore, open_store, store_rows
 from launcher.data.tokenizer import tokenizer_name
-from launcher.distributed.process_group import from_rank_0
-from launcher.distributed.rank_layout import RankLayout, layout_sizes
+from launcher.distributed.rank_layout import layout_sizes
 from launcher.errors import RecipeError, first_line
-from launcher.files import replace_text
 from launcher.models.build import make_config
 from launcher.recipe import schema
 from launcher.recipe.combinations import value_of
-from launcher.recipe.decisions import open_sizes, with_recorded, with_value
+from launcher.recipe.decisions import open_sizes, with_value
 from launcher.recipe.hub import config_file
 from launcher.recipe.layouts import KINDS
-from launcher.recipe.load import to_yaml
 from launcher.recipe.model_config import of_text
 from launcher.recipe.schema import Recipe
-from launcher.reliability.run_directory import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +69,7 @@ RATES = {"full": (5.0e-6, 1.0e-4), "adapters": (1.0e-4, 5.0e-4)}
 """The smallest and the largest of these rates."""
 WHOLE_ANSWERS = 0.1
 """Learning rate of objectives that compare whole answers / that of objectives that learn tokens."""
-_NOT_NEEDED = "by the model alone"
+NOT_NEEDED = "by the model alone"
 """In place of the rows, where no choice depends on them."""
 
 
@@ -137,7 +132,7 @@ def model_inputs(recipe: Recipe) -> ModelInputs:
     )
 
 
-def _stores(recipe: Recipe, *, build: bool) -> Iterator[tuple[schema.Data, TokenStore]]:
+def open_stores(recipe: Recipe, *, build: bool) -> Iterator[tuple[schema.Data, TokenStore]]:
     """Each source of the training data, tokenized into the cache. build: see `open_store`. Raises
     RecipeError if a row cannot be used."""
     for data in recipe.data.sources().values():
@@ -155,8 +150,8 @@ def _stores(recipe: Recipe, *, build: bool) -> Iterator[tuple[schema.Data, Token
 
 
 def count_rows(recipe: Recipe, *, build: bool = True) -> Rows:
-    """Counts the rows of the training data. build, raises: see `_stores`."""
-    stores = [*_stores(recipe, build=build)]
+    """Counts the rows of the training data. build, raises: see `open_stores`."""
+    stores = [*open_stores(recipe, build=build)]
     lengths = np.concatenate([text_lengths(store, _texts(data)) for data, store in stores])
     hashes = [store.hashes for _, store in stores if store.hashes is not None]
     known = len(hashes) == len(stores) and len(lengths) > 1
@@ -206,61 +201,6 @@ def _texts(data: schema.Data) -> int:
     return 2 if data.batch_unit == "pairs" else 1
 
 
-def resolve_sizes(
-    recipe: Recipe, *, start: Start, ranks: RankLayout, run: RunFolder, build: bool
-) -> Recipe:
-    """The recipe with rank 0's choice in place of each size that is `auto`; every rank must call
-    this. A resumed run keeps the sizes of its checkpoint. Writes the recipe to RUN_DIR/recipe.yaml.
-
-    build: tokenize what is not cached (one process of a node). Raises RecipeError.
-    """
-    if not open_sizes(recipe):
-        return recipe
-    earlier = from_rank_0(recorded_recipe(run, start) if ranks.rank == 0 else {}, ranks.group)
-    if earlier:
-        resumed = with_recorded(recipe, earlier)
-        if ranks.rank == 0:  # the start wrote `auto`
-            _write(resumed, run)
-        return resumed
-    why, answer = why_not_counted(recipe), None
-    if open_sizes(recipe) == [
-        "optimizer.learning_rate"
-    ]:  # then a thousand ranks need not count rows
-        why = _NOT_NEEDED
-    if ranks.rank == 0:
-        rows = why or count_rows(recipe, build=build)
-        answer = _answer(recipe, rows, ranks=ranks.size, run=run)
-    elif why is None:  # wait until the rows are tokenized, which may take longer than a collective
-        for _ in _stores(recipe, build=build):
-            pass
-    chosen = from_rank_0(answer, ranks.group)
-    if isinstance(chosen, RecipeError):
-        raise chosen
-    assert chosen is not None
-    # This rank's own folders, caches and loader processes, with rank 0's sizes
-    for key in open_sizes(recipe):
-        recipe = with_value(recipe, key, value_of(chosen, key))
-    return recipe
-
-
-def _answer(
-    recipe: Recipe, rows: Rows | str, *, ranks: int, run: RunFolder
-) -> Recipe | RecipeError:
-    """The recipe with the sizes that are chosen, which is written and logged; or why none can be."""
-    try:
-        chosen, choices = choose_sizes(recipe, rows, ranks=ranks)
-    except RecipeError as error:
-        return error
-    _write(chosen, run)
-    logger.info(choices_text(rows, choices))
-    return chosen
-
-
-def _write(recipe: Recipe, run: RunFolder) -> None:
-    run.check()
-    replace_text(run.path / "recipe.yaml", to_yaml(recipe), durable=True)
-
-
 def choose_sizes(recipe: Recipe, rows: Rows | str, *, ranks: int) -> tuple[Recipe, list[Choice]]:
     """Replaces each size that is `auto`. rows: a text: they are not known, and why; then each size is
     what `auto` stands for.
@@ -280,8 +220,8 @@ def choose_sizes(recipe: Recipe, rows: Rows | str, *, ranks: int) -> tuple[Recip
 def choices_text(rows: Rows | str, choices: list[Choice]) -> str:
     """The choices in lines below each other."""
     heading = f"for {rows.text()}" if isinstance(rows, Rows) else f"the usual sizes: {rows}"
-    if rows == _NOT_NEEDED:
-        heading = _NOT_NEEDED
+    if rows == NOT_NEEDED:
+        heading = NOT_NEEDED
     width = max(len(override) for override, _ in choices)
     lines = (f"\n      {override:<{width}}  {why}".rstrip() for override, why in choices)
     return f"auto: {heading}{''.join(lines)}"

@@ -81,7 +81,7 @@ def test_imports_go_downwards_without_cycles():
 
 WINGS = ("planner", "slurm", "diagnostics", "cli")
 """Packages that a run does not need, apart from two modules that ask the plan."""
-USE_THE_PLAN = ("run.auto", "run.out_of_memory")
+USE_THE_PLAN = ("run.auto", "run.resolve", "run.out_of_memory")
 
 
 def test_the_core_imports_no_wing():

@@ -24,6 +24,7 @@ from launcher.models.build import find_blocks
 from launcher.models.images import tower_blocks
 from launcher.reliability.progress import Progress
 from launcher.run import compilation as run_compilation
+from launcher.run import resolve
 from launcher.strategies import compilation
 from launcher.strategies.compilation import graph_breaks, why_eager
 from launcher.strategies.wrap import _mark_documents
@@ -292,17 +293,17 @@ def test_auto_is_the_same_on_all_ranks_and_after_a_restart(
 ):
     """One rank that cannot compile is enough; a run keeps the choice of its checkpoint."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(run_compilation, "why_eager", lambda device, check_triton: reasons[0])
-    monkeypatch.setattr(run_compilation, "gather", lambda value, group: reasons)
-    monkeypatch.setattr(run_compilation, "from_rank_0", lambda value, group: value)
+    monkeypatch.setattr(resolve, "why_eager", lambda device, check_triton: reasons[0])
+    monkeypatch.setattr(resolve, "gather", lambda value, group: reasons)
+    monkeypatch.setattr(resolve, "from_rank_0", lambda value, group: value)
     recorded = {} if before is None else {"model": {"compile": before}}
-    monkeypatch.setattr(run_compilation, "recorded_recipe", lambda run, start: recorded)
+    monkeypatch.setattr(resolve, "recorded_recipe", lambda run, start: recorded)
     ranks = SimpleNamespace(rank=0, group=None, device=torch.device("cuda"))
     recipe = dataclasses.replace(RECIPE, model=dataclasses.replace(RECIPE.model, compile="auto"))
-    resolved = run_compilation.resolve_compile(recipe, start=Latest(), ranks=ranks, run=None)
+    resolved = resolve.resolve_compile(recipe, start=Latest(), ranks=ranks, run=None)
     assert resolved.model.compile is compiles
     assert said in caplog.text
-    again = run_compilation.resolve_compile(resolved, start=Latest(), ranks=None, run=None)
+    again = resolve.resolve_compile(resolved, start=Latest(), ranks=None, run=None)
     assert again is resolved
 
 

@@ -30,6 +30,7 @@ from launcher.recipe.schema import (
     Strategy,
 )
 from launcher.run import auto as detect
+from launcher.run import resolve
 from tests.unit.planner.example_plans import (
     AUTO_RECIPE,
     GIB,
@@ -42,7 +43,7 @@ from tests.unit.planner.example_plans import (
 
 
 def test_recipe_without_auto_is_unchanged():
-    assert detect.resolve_auto(RECIPE, machine(), start=Fresh(), ranks=None, run=None) is RECIPE
+    assert resolve.resolve_auto(RECIPE, machine(), start=Fresh(), ranks=None, run=None) is RECIPE
     assert open_keys(RECIPE) == []
     assert open_keys(AUTO_RECIPE) == ["strategy.kind", "batch.micro_batch_size"]
 
@@ -100,7 +101,7 @@ def test_error_has_suggestions_if_nothing_fits(monkeypatch):
         detect, "search_configurations", lambda *_, **__: example_search(fits=False)
     )
     with pytest.raises(RecipeError) as caught:
-        detect._choose(AUTO_RECIPE, machine(memory=8 * GIB), None)
+        detect.choose_or_refuse(AUTO_RECIPE, machine(memory=8 * GIB), None)
     assert caught.value.problems == [
         "strategy.kind: auto: no configuration fits 8 x H100 with 8.0 GiB each",
         "  16 GPUs instead of 8: gpus_per_node=8 nodes=2",
@@ -108,14 +109,14 @@ def test_error_has_suggestions_if_nothing_fits(monkeypatch):
     ]
     here = machine(memory=8 * GIB, host_memory=64 * GIB)
     with pytest.raises(RecipeError, match=r"8\.0 GiB each and 64\.0 GiB of host memory a node"):
-        detect._choose(AUTO_RECIPE, here, None)
+        detect.choose_or_refuse(AUTO_RECIPE, here, None)
     other = example_search()
     monkeypatch.setattr(detect, "search_configurations", lambda *_, **__: other)
     with pytest.raises(RecipeError) as caught:
-        detect._choose(AUTO_RECIPE, machine(memory=8 * GIB), None)
+        detect.choose_or_refuse(AUTO_RECIPE, machine(memory=8 * GIB), None)
     assert caught.value.problems[1].endswith(f": {' '.join(other.best.overrides)}")
     with pytest.raises(RecipeError, match="a micro-batch of 1 ran out of memory in an earlier"):
-        detect._choose(AUTO_RECIPE, machine(), 1)
+        detect.choose_or_refuse(AUTO_RECIPE, machine(), 1)
 
 
 FAILED = {"event": "failed", "reason": "out_of_memory", "ranks": 8}
@@ -263,21 +264,21 @@ def test_the_reason_names_the_memory_that_decides():
 @pytest.fixture
 def node(monkeypatch):
     """Two ranks on a node of 64 GiB, of which 50 are free."""
-    monkeypatch.setattr(detect, "gather", lambda value, group: [value, value])
-    monkeypatch.setattr(detect.host_memory, "allowed", lambda: 64 * GIB)
-    monkeypatch.setattr(detect.host_memory, "available", lambda: 50 * GIB)
-    monkeypatch.setattr(detect.host_memory, "resident", lambda: GIB)
+    monkeypatch.setattr(resolve, "gather", lambda value, group: [value, value])
+    monkeypatch.setattr(resolve.host_memory, "allowed", lambda: 64 * GIB)
+    monkeypatch.setattr(resolve.host_memory, "available", lambda: 50 * GIB)
+    monkeypatch.setattr(resolve.host_memory, "resident", lambda: GIB)
     ranks = SimpleNamespace(device=torch.device("cpu"), size=2, rank=0, group=None)
     return ranks, SimpleNamespace(local_world_size=2)
 
 
 def test_the_machine_does_not_depend_on_free_host_memory(node, monkeypatch):
-    before = detect.detect_machine(*node)
+    before = resolve.detect_machine(*node)
     assert (before.memory, before.host_memory) == (32 * GIB, 64 * GIB)
-    monkeypatch.setattr(detect.host_memory, "available", lambda: GIB)
-    assert detect.detect_machine(*node) == before
-    monkeypatch.setattr(detect.host_memory, "allowed", lambda: None)
-    assert detect.detect_machine(*node).host_memory is None
+    monkeypatch.setattr(resolve.host_memory, "available", lambda: GIB)
+    assert resolve.detect_machine(*node) == before
+    monkeypatch.setattr(resolve.host_memory, "allowed", lambda: None)
+    assert resolve.detect_machine(*node).host_memory is None
 
 
 @pytest.mark.parametrize(
@@ -295,12 +296,12 @@ def test_little_free_host_memory_is_a_warning(node, monkeypatch, caplog, needed,
             host = HostMemory(processes=size * GIB, offload=0, workers=0, staging=0)
             yield dataclasses.replace(example_plan(), host=host)
 
-    monkeypatch.setattr(detect, "_estimates", estimates)
+    monkeypatch.setattr(resolve, "estimates", estimates)
     ranks, environment = node
-    detect.warn_of_memory(
+    resolve.warn_of_memory(
         RECIPE,
         lambda: None,
-        detect.detect_machine(*node),
+        resolve.detect_machine(*node),
         exact=True,
         ranks=ranks,
         environment=environment,
@@ -317,7 +318,7 @@ def test_a_gpu_that_is_too_small_is_a_warning_before_the_start(node, caplog):
 
     def warn(memory, *, exact):
         caplog.clear()
-        detect.warn_of_memory(
+        resolve.warn_of_memory(
             recipe,
             lambda: (shapes, lambda: full if exact else pytest.fail("traced")),
             gpus(memory),
@@ -349,7 +350,7 @@ def test_only_auto_that_matters_is_replaced():
     assert choice(loaded("batch.micro_batch_size=8"), 80 * GIB)[0] == ("auto", False)
     assert choice(loaded(f"strategy.{SYNC}=true"), 80 * GIB)[0] == (True, False)
     given = loaded(f"strategy.{SYNC}=true", f"strategy.{RESHARD}=true", "model.keep_logits=false")
-    assert detect.resolve_collectives(given, None, gpus(GIB), start=Fresh(), ranks=None, run=None) is given  # fmt: skip
+    assert resolve.resolve_collectives(given, None, gpus(GIB), start=Fresh(), ranks=None, run=None) is given  # fmt: skip
 
 
 def test_resume_keeps_the_collectives_of_the_checkpoint():
@@ -373,7 +374,7 @@ def test_collectives_that_ran_out_of_memory_are_not_chosen_again():
     noted |= detect.recorded_settings(with_collectives(recipe, False, False), here)
 
     def failed(**changes):
-        return detect._failed_with_fewer([noted | changes], machine=here, recipe=recipe)
+        return detect.failed_with_fewer([noted | changes], machine=here, recipe=recipe)
 
     assert failed()
     assert not failed(**dict.fromkeys(detect.COLLECTIVES, True))
@@ -431,7 +432,7 @@ def test_kept_logits_that_ran_out_of_memory_are_not_chosen_again():
     noted |= detect.recorded_settings(kept, here)
 
     def failed(**changes):
-        return detect._failed_with_logits([noted | changes], machine=here, recipe=recipe)
+        return detect.failed_with_logits([noted | changes], machine=here, recipe=recipe)
 
     assert failed()
     assert failed(**dict.fromkeys(detect.COLLECTIVES, True)), "collectives may differ"

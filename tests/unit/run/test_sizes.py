@@ -12,12 +12,12 @@ from launcher.recipe.decisions import open_sizes, with_recorded
 from launcher.recipe.load import load_recipe
 from launcher.recipe.section import AutoFloat
 from launcher.recipe.yaml_text import to_yaml
+from launcher.run.resolve import resolve_sizes
 from launcher.run.sizes import (
     Rows,
     check_repeats,
     choices_text,
     choose_sizes,
-    resolve_sizes,
     rows_here,
     run_length,
 )
@@ -257,10 +257,10 @@ def test_a_cpu_without_bfloat16_computes_in_float32(here, monkeypatch, flags, lo
 
 def test_a_rate_alone_needs_no_rows(folder, monkeypatch):
     recipe = load_recipe(["recipe=x.yaml", "lora.rank=8"], ranks=1, files=False).recipe
-    monkeypatch.setattr("launcher.run.sizes.count_rows", None)
-    monkeypatch.setattr("launcher.run.sizes.from_rank_0", lambda value, group: value)
-    monkeypatch.setattr("launcher.run.sizes.recorded_recipe", lambda run, start: {})
-    monkeypatch.setattr("launcher.run.sizes._write", lambda recipe, run: None)
+    monkeypatch.setattr("launcher.run.resolve.count_rows", None)
+    monkeypatch.setattr("launcher.run.resolve.from_rank_0", lambda value, group: value)
+    monkeypatch.setattr("launcher.run.resolve.recorded_recipe", lambda run, start: {})
+    monkeypatch.setattr("launcher.run.resolve._write", lambda recipe, run: None)
     ranks = SimpleNamespace(rank=0, size=1, group=None)
     sized = resolve_sizes(recipe, start=None, ranks=ranks, run=None, build=True)
     assert not open_sizes(sized)
