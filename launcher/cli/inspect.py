@@ -54,7 +54,7 @@ def inspect(
     from launcher.cli.inspect_own import print_own_page
     from launcher.cli.inspect_page import print_page
     from launcher.models.config_keys import check_config_keys
-    from launcher.run import sizes
+    from launcher.planner import sizes
 
     check_config_keys(loaded)
     if builder is not None:

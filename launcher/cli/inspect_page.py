@@ -37,8 +37,8 @@ from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives.base import count_images, dataset_objective
 from launcher.objectives.make import make_objective
+from launcher.planner.sizes import model_inputs
 from launcher.recipe.schema import Batch, Recipe
-from launcher.run.sizes import model_inputs
 from launcher.training.model import width_multiple
 
 if TYPE_CHECKING:

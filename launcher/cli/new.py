@@ -151,9 +151,9 @@ def new(
     wanted = Wanted(model, data, kind, method, sequence_length, images)
     draft = load_text(wanted.text(machine), machine)
 
+    from launcher.planner import sizes
     from launcher.planner.search import search_configurations
     from launcher.planner.speed import seconds_of_step
-    from launcher.run import sizes
 
     with working("counting the rows"):
         planned, note = plannable(draft)

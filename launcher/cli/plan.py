@@ -145,6 +145,7 @@ def _report(
     # These modules import torch; errors in the command line are reported before
     from launcher.models.attention import planned_gpu
     from launcher.models.config_keys import check_config_keys
+    from launcher.planner import choice as auto
     from launcher.planner import (
         fastest,
         known_models,
@@ -153,8 +154,8 @@ def _report(
         profile,
         recipe_values,
         search,
+        sizes,
     )
-    from launcher.run import auto, sizes
 
     if not notes:  # not for the GPUs of this machine
         planned_gpu.set(machine.name)
@@ -228,7 +229,7 @@ def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], st
     """The recipe with each `auto` replaced, the overrides that do the same, and a note. None if
     nothing is `auto`."""
     from launcher.planner import candidates, profile, search
-    from launcher.run import auto as detect
+    from launcher.planner import choice as detect
 
     if not open_keys(recipe):
         if not detect.open_collectives(recipe, ranks=machine.ranks):
@@ -252,7 +253,7 @@ def _choose_logits(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[s
     """The recipe with a value for `model.keep_logits: auto`, an override that does the same,
     and a note. None if the key is not `auto`, or if the memory is not known."""
     from launcher.planner import candidates, profile
-    from launcher.run import auto as detect
+    from launcher.planner import choice as detect
 
     if recipe.model.keep_logits != "auto" or machine.memory is None:
         return None

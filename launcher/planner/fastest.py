@@ -129,7 +129,7 @@ def _settings(recipe: Recipe, machine: Machine) -> str:
 def measured_choice(
     recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None = None
 ) -> tuple[Recipe, Sequence[str], str] | None:
-    """The fastest measured configuration in place of `auto`, as `choose` in run/auto.py returns it.
+    """The fastest measured configuration in place of `auto`, as `choose` in planner/choice.py returns it.
 
     Returns None if the recipe was not measured on such a machine, if `auto` does not cover the
     measured settings in this recipe, or if by plan they do not fit the machine's memory.

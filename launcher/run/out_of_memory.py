@@ -24,6 +24,7 @@ from launcher.errors import message_of
 from launcher.libraries.private import dump_memory_snapshot
 from launcher.models.initialization import clean_name
 from launcher.models.shards import local_bytes
+from launcher.planner.choice import recorded_settings
 from launcher.planner.formatting import NAMES, micro_batches
 from launcher.planner.machine import Machine
 from launcher.planner.measurement import storages
@@ -33,7 +34,6 @@ from launcher.planner.search import search_configurations
 from launcher.recipe.schema import Recipe
 from launcher.reliability.causes import Account
 from launcher.reliability.run_directory import RunFolder
-from launcher.run.auto import recorded_settings
 
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 EXCESS = 0.05

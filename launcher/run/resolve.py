@@ -23,14 +23,7 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
 from launcher.files import replace_text
-from launcher.planner.machine import Machine, known_machine
-from launcher.planner.plan import estimated_plan
-from launcher.recipe.combinations import value_of
-from launcher.recipe.decisions import open_keys, open_sizes, with_recorded, with_value
-from launcher.recipe.load import to_yaml
-from launcher.recipe.schema import Recipe
-from launcher.reliability.run_directory import RunFolder
-from launcher.run.auto import (
+from launcher.planner.choice import (
     COLLECTIVES,
     Profiles,
     choose_collectives,
@@ -42,7 +35,9 @@ from launcher.run.auto import (
     failed_with_logits,
     open_collectives,
 )
-from launcher.run.sizes import (
+from launcher.planner.machine import Machine, known_machine
+from launcher.planner.plan import estimated_plan
+from launcher.planner.sizes import (
     NOT_NEEDED,
     Rows,
     choices_text,
@@ -51,6 +46,11 @@ from launcher.run.sizes import (
     open_stores,
     why_not_counted,
 )
+from launcher.recipe.combinations import value_of
+from launcher.recipe.decisions import open_keys, open_sizes, with_recorded, with_value
+from launcher.recipe.load import to_yaml
+from launcher.recipe.schema import Recipe
+from launcher.reliability.run_directory import RunFolder
 from launcher.strategies.compilation import why_eager
 
 logger = logging.getLogger(__name__)

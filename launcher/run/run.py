@@ -26,6 +26,8 @@ from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError,
 from launcher.files import remove_leftovers
 from launcher.models.config_keys import check_config_keys
 from launcher.objectives.base import dataset_objective
+from launcher.planner.choice import faster_text, profiles_of, seconds_of_steps
+from launcher.planner.sizes import check_repeats, time_text
 from launcher.recipe.decisions import open_keys, open_sizes
 from launcher.recipe.load import LoadedRecipe
 from launcher.reliability.failures import FailureWatch
@@ -34,7 +36,6 @@ from launcher.reliability.run_directory import RunFolder, rank_log
 from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch
 from launcher.run.agreement import compare_content, compare_recipes
-from launcher.run.auto import faster_text, profiles_of, seconds_of_steps
 from launcher.run.checkpoint_manager import CheckpointManager
 from launcher.run.compilation import Compilation
 from launcher.run.garbage import GarbageCollection
@@ -49,7 +50,6 @@ from launcher.run.resolve import (
     resolve_sizes,
     warn_of_memory,
 )
-from launcher.run.sizes import check_repeats, time_text
 from launcher.run.summary import describe_start, summarize
 from launcher.strategies.base import compute_dtype, offloads_parameters
 from launcher.training.evaluation import EarlyStopping

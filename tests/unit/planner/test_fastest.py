@@ -8,11 +8,11 @@ import pytest
 
 from launcher.cli import plan as command
 from launcher.errors import RecipeError, TrainingError
+from launcher.planner import choice as detect
 from launcher.planner import fastest
 from launcher.planner.formatting import measured_text
 from launcher.planner.measurement import median_step
 from launcher.recipe.schema import ActivationCheckpointing, Batch, MixedPrecision, Strategy
-from launcher.run import auto as detect
 from tests.unit.planner.example_plans import (
     AUTO_RECIPE,
     GIB,

@@ -14,6 +14,7 @@ from launcher.cli import main
 from launcher.cli import plan as command
 from launcher.cli.app import read_size
 from launcher.distributed.hardware import find_gpu
+from launcher.planner import choice as detect
 from launcher.planner import machine as machines
 from launcher.planner import measurement, plan, search
 from launcher.planner.candidates import overrides_between
@@ -27,7 +28,6 @@ from launcher.planner.formatting import (
 from launcher.planner.memory import COMPONENTS, compare
 from launcher.planner.plan_as_json import as_json
 from launcher.recipe.load import load_recipe
-from launcher.run import auto as detect
 from tests import REPOSITORY
 from tests.unit.planner.example_plans import (
     AUTO_RECIPE,

@@ -14,6 +14,7 @@ from launcher.checkpoint.resume import Fresh
 from launcher.console import bytes_as_text
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
+from launcher.planner import choice as detect
 from launcher.planner.machine import known_machine
 from launcher.planner.memory import HostMemory
 from launcher.planner.plan import estimated_plan, make_plan
@@ -29,7 +30,6 @@ from launcher.recipe.schema import (
     Model,
     Strategy,
 )
-from launcher.run import auto as detect
 from launcher.run import resolve
 from tests.unit.planner.example_plans import (
     AUTO_RECIPE,

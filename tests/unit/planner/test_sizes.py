@@ -8,12 +8,7 @@ import numpy as np
 import pytest
 
 from launcher.errors import RecipeError
-from launcher.recipe.decisions import open_sizes, with_recorded
-from launcher.recipe.load import load_recipe
-from launcher.recipe.section import AutoFloat
-from launcher.recipe.yaml_text import to_yaml
-from launcher.run.resolve import resolve_sizes
-from launcher.run.sizes import (
+from launcher.planner.sizes import (
     Rows,
     check_repeats,
     choices_text,
@@ -21,6 +16,11 @@ from launcher.run.sizes import (
     rows_here,
     run_length,
 )
+from launcher.recipe.decisions import open_sizes, with_recorded
+from launcher.recipe.load import load_recipe
+from launcher.recipe.section import AutoFloat
+from launcher.recipe.yaml_text import to_yaml
+from launcher.run.resolve import resolve_sizes
 
 CONFIG = {
     "model_type": "llama",
@@ -189,7 +189,7 @@ def test_large_files_are_estimated_from_their_first_rows(here, monkeypatch):
     (here / "chat.jsonl").write_text('{"text": "abcdef"}\n' * 5000)
     recipe = loaded("data.kind=text", "data.tokenizer=bytes", "data.cache=cache").recipe
     assert rows_here(recipe).count == 5000
-    monkeypatch.setattr("launcher.run.sizes.COUNTED_BYTES", 1000)
+    monkeypatch.setattr("launcher.planner.sizes.COUNTED_BYTES", 1000)
     estimated = rows_here(recipe)
     assert estimated.scale > 2
     assert estimated.count == pytest.approx(5000, rel=0.02)
