@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
@@ -30,9 +29,7 @@ from launcher.planner.formatting import as_text
 from launcher.planner.machine import Machine
 from launcher.planner.page import write_plan
 from launcher.planner.plan_as_json import as_json
-from launcher.recipe.decisions import open_keys
 from launcher.recipe.load import load_recipe
-from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
 
 _Nodes = Annotated[int, option("Nodes.", "N")]
@@ -145,17 +142,18 @@ def _report(
     # These modules import torch; errors in the command line are reported before
     from launcher.models.attention import planned_gpu
     from launcher.models.config_keys import check_config_keys
-    from launcher.planner import choice as auto
     from launcher.planner import (
+        decisions,
+        duration,
         fastest,
         known_models,
         measurement,
         plan,
         profile,
-        recipe_values,
         search,
         sizes,
     )
+    from launcher.strategies.compilation import why_eager
 
     if not notes:  # not for the GPUs of this machine
         planned_gpu.set(machine.name)
@@ -168,22 +166,21 @@ def _report(
         notes = [*notes, known] if known else notes
     with progress("counting the rows"):
         rows = sizes.rows_here(recipe)
-    recipe, choices = sizes.choose_sizes(recipe, rows, ranks=machine.ranks)
-    overrides = [*overrides, *(override for override, _ in choices)]
-    chosen_sizes = sizes.choices_text(rows, choices).splitlines() if choices else []
-    if recipe.model.compile == "auto":
-        here = verify or measure_fastest
-        recipe, note = recipe_values.with_compile(recipe, machine.device, check_triton=here)
-        word = f"model.compile={str(recipe.model.compile).lower()}"
-        overrides, notes = [*overrides, word], [*notes, note]
+    facts = decisions.Facts(
+        ranks=machine.ranks,
+        rows=rows,
+        machine=machine,
+        why_eager=why_eager(machine.device, check_triton=verify or measure_fastest),
+        profiles=decisions.profiled(machine),
+    )
+    recipe, chosen = decisions.resolve(recipe, facts, decisions.needing("recipe", "rows"))
+    overrides = [*overrides, *(word for each in chosen for word in decisions.overrides_of(each))]
+    chosen_sizes = sizes.sizes_text(rows, chosen).splitlines() if chosen else []
     with progress("choosing what is auto"):
-        functions = [_choose]
-        if not measure_fastest:  # which compares configurations that compute logits again
-            functions.append(_choose_logits)
-        for choose in functions:
-            if (chosen := choose(recipe, machine)) is not None:
-                recipe, added, note = chosen
-                overrides, notes = [*overrides, *added], [*notes, note]
+        # Measurements compare configurations that compute logits again
+        logits = not measure_fastest
+        recipe, added, reasons = decisions.resolve_for_plan(recipe, facts, logits=logits)
+        overrides, notes = [*overrides, *added], [*notes, *reasons]
     result = verified = trials = None
     if with_search:  # first: it traces the recipe together with other configurations
         with progress("tracing steps and searching for a faster configuration"):
@@ -209,8 +206,8 @@ def _report(
             sizes.run_length(recipe, rows),
             profile.profile_model(recipe, device=machine.device),
         )
-        seconds = auto.seconds_of_steps(recipe, run.tokens, shapes, machine)
-        faster = auto.faster_text(
+        seconds = duration.seconds_of_steps(recipe, run.tokens, shapes, machine)
+        faster = duration.faster_text(
             recipe, tokens=run.tokens, steps=run.steps, seconds=seconds, machine=machine
         )
         length = dataclasses.asdict(run)
@@ -223,46 +220,6 @@ def _report(
         "sizes": chosen_sizes,
         "length": length,
     }
-
-
-def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], str] | None:
-    """The recipe with each `auto` replaced, the overrides that do the same, and a note. None if
-    nothing is `auto`."""
-    from launcher.planner import candidates, profile, search
-    from launcher.planner import choice as detect
-
-    if not open_keys(recipe):
-        if not detect.open_collectives(recipe, ranks=machine.ranks):
-            return None
-        full = profile.profile_model(recipe, device=machine.device)
-        shapes = dataclasses.replace(full, saved={})
-        chosen, why = detect.choose_collectives(recipe, machine, (shapes, lambda: full))
-        added = candidates.overrides_between(recipe, chosen)
-        return chosen, added, f"auto stands for {why}"
-    if (choice := detect.choose(recipe, machine)) is not None:
-        chosen, overrides, why = choice
-        return chosen, overrides, f"auto stands for {' '.join(overrides)}: {why}"
-    chosen = search.concrete(recipe, machine)
-    overrides = candidates.overrides_between(recipe, chosen)
-    unknown = machine.memory is None and machine.host_memory is None
-    why = "no memory is known to choose for" if unknown else "nothing fits"
-    return chosen, overrides, f"auto is shown as {' '.join(overrides)}: {why}"
-
-
-def _choose_logits(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], str] | None:
-    """The recipe with a value for `model.keep_logits: auto`, an override that does the same,
-    and a note. None if the key is not `auto`, or if the memory is not known."""
-    from launcher.planner import candidates, profile
-    from launcher.planner import choice as detect
-
-    if recipe.model.keep_logits != "auto" or machine.memory is None:
-        return None
-    full = profile.profile_model(recipe, device=machine.device)
-    shapes = dataclasses.replace(full, saved={})
-    if (choice := detect.choose_logits(recipe, machine, (shapes, lambda: full))) is None:
-        return None
-    chosen, why = choice
-    return chosen, candidates.overrides_between(recipe, chosen), f"auto stands for {why}"
 
 
 def _this_machine(machine: Machine, option: str, gpu: str | None) -> Machine:

@@ -1,22 +1,19 @@
-"""Detects the machine of a run, and chooses the settings that are `auto` for it."""
+"""Chooses a configuration for a machine: strategy and micro-batch by a search, when gradients are
+reduced and weights freed, and whether logits are kept."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import itertools
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-import torch
-
 from launcher.console import bytes_as_text, seconds_as_text
 from launcher.errors import RecipeError
-from launcher.planner.candidates import Configuration, overrides_between
+from launcher.planner.candidates import Configuration
 from launcher.planner.fastest import measured_choice
 from launcher.planner.formatting import batch_text, needs_text, strategy_text
 from launcher.planner.machine import Machine
@@ -24,16 +21,14 @@ from launcher.planner.memory import Plan
 from launcher.planner.plan import estimated_plan
 from launcher.planner.profile import (
     ModelProfile,
-    profile_model,
     profile_of_shapes,
     with_saved,
 )
 from launcher.planner.recipe_values import has_reductions_to_choose, micro_batches_of
 from launcher.planner.search import fastest_that_fits, search_configurations
-from launcher.planner.speed import estimate_time, seconds_of_step
 from launcher.planner.work import Work, with_most_saved
-from launcher.recipe.decisions import open_keys
-from launcher.recipe.schema import Lora, Recipe
+from launcher.recipe.combinations import value_of
+from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
 from launcher.strategies.base import compute_dtype, dtype_name
 from launcher.training.model import PreparedModel
@@ -42,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 Profiles = tuple[ModelProfile, Callable[[], ModelProfile]]
 """A profile of the model without what its blocks save, and a function that returns it with that."""
+SEARCHED = ("strategy.kind", "batch.micro_batch_size")
 COLLECTIVES = ("sync_every_micro_batch", "reshard_after_forward")
 """Keys of `strategy`. Their `auto` becomes false if `ROOM` of the memory stays free with false, and
 else true."""
@@ -56,8 +52,12 @@ micro-batch."""
 SLOW_STEP = 60.0
 """If a step takes as many seconds by plan, the message of a choice for CPUs names a smaller
 batch."""
-LONG = 300.0
-"""Seconds of a run that is long enough to suggest what is faster."""
+
+
+def open_keys(recipe: Recipe) -> list[str]:
+    """The keys that are `auto` and are decided by a search, and with them when gradients are reduced
+    and weights freed."""
+    return [key for key in SEARCHED if value_of(recipe, key) == "auto"]
 
 
 def open_collectives(recipe: Recipe, *, ranks: int) -> list[str]:
@@ -108,7 +108,7 @@ def choose_collectives(
     `profiles` are the model's profile without what blocks save, and a function that returns it with
     what they save, which is called if it is needed. `earlier` is the strategy of the checkpoint
     that the run resumes from, if a resume can be exact. `failed`: whether fewer collectives ran out
-    of memory before. Returns the recipe, and a text: the overrides that produce it, and the reason.
+    of memory before. Returns the recipe and the reason.
     """
     keys = open_collectives(recipe, ranks=machine.ranks)
     # Reducing once a step comes first: with several micro-batches it saves as much traffic or more
@@ -156,7 +156,7 @@ def choose_collectives(
         why = f"{what} would need {bytes_as_text(min(host_needed))} of a node's {of}"
     elif not estimated:
         why = _NO_ESTIMATE
-    return chosen, f"{' '.join(overrides_between(recipe, chosen))}: {why}"
+    return chosen, why
 
 
 def _memory_text(machine: Machine) -> str:
@@ -178,7 +178,7 @@ def choose_logits(
 
     A resume need not keep the choice, which changes no bits. `profiles` are as in
     `choose_collectives`. `failed`: whether an earlier start ran out of memory with kept logits.
-    Returns the recipe, and a text: the override that produces it, and the reason.
+    Returns the recipe and the reason.
     """
     chunked = Work(profiles[0], recipe, ranks=machine.ranks).chunked
     if recipe.model.keep_logits != "auto" or recipe.distillation is not None or not chunked:
@@ -198,7 +198,7 @@ def choose_logits(
         why = _NO_ESTIMATE
     elif any(plan.spare is not None and plan.spare >= room * known for plan in plans):
         chosen, why = kept, f"by estimate {room:.0%} of {memory} or more stay free"
-    return chosen, f"{' '.join(overrides_between(recipe, chosen))}: {why}"
+    return chosen, why
 
 
 _NO_ESTIMATE = "what the blocks of this model save is not known without a trace"
@@ -221,9 +221,7 @@ def estimates(recipe: Recipe, machine: Machine, profiles: Profiles) -> Iterator[
         yield estimated_plan(traced, recipe, machine)
 
 
-def choose_or_refuse(
-    recipe: Recipe, machine: Machine, failed: int | None
-) -> tuple[Recipe, Sequence[str], str]:
+def choose_or_refuse(recipe: Recipe, machine: Machine, *, failed: int | None) -> tuple[Recipe, str]:
     """Like `choose`, but raises RecipeError with suggestions if nothing fits."""
     devices = f"{machine.ranks} x {machine.name}"
     if failed == 1:
@@ -250,19 +248,18 @@ def choose_or_refuse(
 
 def choose(
     recipe: Recipe, machine: Machine, *, failed: int | None = None
-) -> tuple[Recipe, Sequence[str], str] | None:
+) -> tuple[Recipe, str] | None:
     """Replaces `auto` by the fastest configuration that was measured. Without measurements, by the
     fastest one that fits by plan.
 
-    `failed` is the smallest micro-batch that ran out of memory. Returns the recipe without `auto`,
-    the overrides that produce it, and why it was chosen; None if nothing fits, or if the size of
-    the memory is not known.
+    `failed` is the smallest micro-batch that ran out of memory. Returns the recipe and the reason;
+    None if nothing fits, or if the size of the memory is not known.
     """
     limit = None if failed is None else failed - 1
     after = f"; micro-batches of {failed} and more ran out of memory before" if failed else ""
     if kept := measured_choice(recipe, machine, limit_micro_batch=limit):
-        chosen, overrides, why = kept
-        return chosen, overrides, why + after
+        chosen, why = kept
+        return chosen, why + after
     find = _fastest_on_cpu if machine.device == "cpu" else fastest_that_fits
     best = find(recipe, machine, limit_micro_batch=limit)
     if best is None:
@@ -275,7 +272,7 @@ def choose(
         f"{strategy_text(best.recipe, machine.ranks)}; {batch_text(best.recipe, machine.ranks)}. "
         f"The fastest that fits: by plan {needs_text(best, machine.memory, machine.device)}{after}"
     )
-    return best.recipe, best.overrides, why
+    return best.recipe, why
 
 
 def _fastest_on_cpu(
@@ -371,45 +368,3 @@ def _similar_failures(events: list[Json], *, machine: Machine, recipe: Recipe) -
     for key in ("keep_logits", *COLLECTIVES):
         del same[key]
     return (event for event in events if same.items() <= event.items())
-
-
-def seconds_of_steps(
-    recipe: Recipe, tokens: float, profile: ModelProfile, machine: Machine
-) -> float:
-    """Predicted seconds of a step with so many tokens. On a CPU with the rate of products that is
-    measured now, in a tenth of a second; a plan, whose choices should not depend on it, assumes one."""
-    if machine.device == "cpu":
-        single, half = (_products(dtype) for dtype in (torch.float32, torch.bfloat16))
-        rates = dataclasses.replace(machine.rates, float32_flops=single, half_flops=half)
-        machine = dataclasses.replace(machine, rates=rates)
-    return seconds_of_step(estimate_time(profile, recipe, machine), recipe, tokens)
-
-
-def faster_text(
-    recipe: Recipe, *, tokens: float, steps: int, seconds: float, machine: Machine
-) -> str:
-    """What takes less time than these steps of so many seconds; empty: they are few, or nothing is
-    known to be faster. On a CPU adapters are: most weights need no gradients and no update."""
-    own_code = recipe.model.builder is not None or recipe.data.builder is not None
-    if machine.device != "cpu" or steps * seconds < LONG or recipe.lora is not None or own_code:
-        return ""
-    adapters = dataclasses.replace(recipe, lora=Lora(rank=16, alpha=32))
-    with contextlib.suppress(RecipeError):
-        profile = profile_model(adapters, device="cpu")
-        shorter = seconds_of_steps(adapters, tokens, profile, machine)
-        if shorter < 0.8 * seconds:
-            duration = seconds_as_text(steps * shorter)
-            return f"; with lora='{{rank: 16, alpha: 32}}' about {duration}"
-    return ""
-
-
-def _products(dtype: torch.dtype, seconds: float = 0.05) -> float:
-    """Operations a second of matrix products on the threads of this process."""
-    left, right = (torch.ones(512, 512, dtype=dtype) for _ in range(2))
-    left @ right  # the first product loads the library
-    best, end = 0.0, time.perf_counter() + seconds
-    while not best or time.perf_counter() < end:
-        started = time.perf_counter()
-        left @ right
-        best = max(best, 2 * 512**3 / (time.perf_counter() - started))
-    return best

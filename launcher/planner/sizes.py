@@ -1,4 +1,4 @@
-"""Chooses the sizes of a run that are `auto` from the rows of its data.
+"""Chooses the sizes of a run that are `auto`, from the rows of its data.
 
 docs/small_data.md has the experiments behind the numbers.
 """
@@ -10,13 +10,12 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from launcher.console import seconds_as_text
 from launcher.data.encoder import make_encoder
 from launcher.data.held_out import held_out
 from launcher.data.image_inputs import images_of
@@ -28,13 +27,14 @@ from launcher.data.tokenizer import tokenizer_name
 from launcher.distributed.rank_layout import layout_sizes
 from launcher.errors import RecipeError, first_line
 from launcher.models.build import make_config
+from launcher.planner.duration import time_text
 from launcher.recipe import schema
-from launcher.recipe.combinations import value_of
-from launcher.recipe.decisions import open_sizes, with_value
+from launcher.recipe.decisions import Choices, Derived, open_sizes, stands_for, with_value
 from launcher.recipe.hub import config_file
 from launcher.recipe.layouts import KINDS
 from launcher.recipe.model_config import of_text
 from launcher.recipe.schema import Recipe
+from launcher.recipe.yaml_text import as_override
 
 logger = logging.getLogger(__name__)
 
@@ -69,17 +69,10 @@ RATES = {"full": (5.0e-6, 1.0e-4), "adapters": (1.0e-4, 5.0e-4)}
 """The smallest and the largest of these rates."""
 WHOLE_ANSWERS = 0.1
 """Learning rate of objectives that compare whole answers / that of objectives that learn tokens."""
-NOT_NEEDED = "by the model alone"
-"""In place of the rows, where no choice depends on them."""
-
-
 COUNTED_BYTES = 64 << 20
 """A command that does not train looks at the first rows of larger files only."""
 LOOKED_AT = 2000
 """These first rows."""
-
-Choice = tuple[str, str]
-"""An override, and the reason for its value."""
 
 
 @dataclass(frozen=True)
@@ -201,29 +194,30 @@ def _texts(data: schema.Data) -> int:
     return 2 if data.batch_unit == "pairs" else 1
 
 
-def choose_sizes(recipe: Recipe, rows: Rows | str, *, ranks: int) -> tuple[Recipe, list[Choice]]:
+def choose_sizes(recipe: Recipe, rows: Rows | str, *, ranks: int) -> tuple[Recipe, Choices]:
     """Replaces each size that is `auto`. rows: a text: they are not known, and why; then each size is
     what `auto` stands for.
 
     Raises RecipeError if there are fewer rows than ranks.
     """
-    choices = []
+    choices = {}
     for key, value, why in _choices(recipe, rows, ranks=ranks):
         recipe = with_value(recipe, key, value)
-        shown = "null" if value is None else str(value).lower()
-        choices.append((f"{key}={shown}", why))
+        choices[key] = Derived(value, why)
     if "data.packing" in open_sizes(recipe):  # rows are packed, as usual
         recipe = with_value(recipe, "data.packing", True)
     return recipe, choices
 
 
-def choices_text(rows: Rows | str, choices: list[Choice]) -> str:
-    """The choices in lines below each other."""
+def sizes_text(rows: Rows | str | None, chosen: Iterable[Choices]) -> str:
+    """The choices in lines below each other. rows: None: no choice depends on them."""
+    choices = {key: choice for choices in chosen for key, choice in choices.items()}
     heading = f"for {rows.text()}" if isinstance(rows, Rows) else f"the usual sizes: {rows}"
-    if rows == NOT_NEEDED:
-        heading = NOT_NEEDED
-    width = max(len(override) for override, _ in choices)
-    lines = (f"\n      {override:<{width}}  {why}".rstrip() for override, why in choices)
+    if rows is None:
+        heading = "by the model alone"
+    overrides = {as_override(key, choice.value): choice.reason for key, choice in choices.items()}
+    width = max(map(len, overrides))
+    lines = (f"\n      {override:<{width}}  {why}".rstrip() for override, why in overrides.items())
     return f"auto: {heading}{''.join(lines)}"
 
 
@@ -249,12 +243,6 @@ class Length:
         if seconds is None:
             return text
         return f"{text}, {time_text(self.steps * seconds, device)}"
-
-
-def time_text(seconds: float, device: str) -> str:
-    """`48 s to 1 min 36 s by plan`. On CPUs a run of small steps takes up to 1.6 times as long."""
-    low, high = (seconds * share for share in ((0.8, 1.6) if device == "cpu" else (0.8, 1.25)))
-    return f"{seconds_as_text(max(1.0, low))} to {seconds_as_text(max(2.0, high))} by plan"
 
 
 def check_repeats(recipe: Recipe, samples: int) -> None:
@@ -299,13 +287,10 @@ def _choices(recipe: Recipe, rows: Rows | str, *, ranks: int) -> Iterator[tuple[
     """Key, value and reason of each choice."""
     auto = set(open_sizes(recipe))
     groups = layout_sizes(recipe.strategy, ranks=ranks).data_parallel_size
-    if "optimizer.learning_rate" in auto:
-        yield ("optimizer.learning_rate", *_learning_rate(recipe))
     if isinstance(rows, str):
         for key in open_sizes(recipe):
-            if key not in ("optimizer.learning_rate", "data.packing"):
-                value = value_of(recipe, key)
-                value = int(value) if isinstance(value, int) else float(value)
+            if key != "data.packing":
+                value: Any = stands_for(recipe, key)
                 if key == "data.sequence_length":
                     value = min(value, _positions(recipe) or value)
                 elif key == "batch.global_batch_size":
@@ -431,6 +416,13 @@ def _batch(wanted: int, samples: int, train: int, groups: int, *, unit: str) -> 
     steps = math.ceil(samples / size)
     each = "" if unit != "sequences" else f", about {round(size * train / samples)} rows"
     return size, f"{samples:,} {unit}, so an epoch has about {steps:,} steps{each}"
+
+
+def choose_rate(recipe: Recipe) -> tuple[Recipe, Choices]:
+    """Replaces `optimizer.learning_rate: auto`, by the width of the model."""
+    rate, why = _learning_rate(recipe)
+    key = "optimizer.learning_rate"
+    return with_value(recipe, key, rate), {key: Derived(rate, why)}
 
 
 def _learning_rate(recipe: Recipe) -> tuple[float, str]:

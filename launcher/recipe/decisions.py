@@ -36,6 +36,8 @@ class Derived:
         return f"{flow_yaml(self.value)}, {self.reason}"
 
 
+Choices = dict[str, Derived]
+"""What was chosen in place of `auto`, by key."""
 _STANDS_BACK = {
     "run.epochs": ("run.max_steps",),
     "data.validation_split": ("data.validation", "data.builder", "data.streaming"),
@@ -133,6 +135,14 @@ def open_sizes(recipe: Recipe) -> list[str]:
     return [key for key in every if isinstance(value_of(recipe, key), AutoInt | AutoFloat)]
 
 
+def stands_for(recipe: Recipe, key: str) -> bool | int | float:
+    """What `auto` in a size stands for until the rows are known."""
+    value: AutoInt | AutoFloat = value_of(recipe, key)
+    if key == "data.packing":
+        return bool(value)
+    return int(value) if isinstance(value, int) else float(value)
+
+
 def with_recorded(recipe: Recipe, earlier: Mapping[str, Any]) -> Recipe:
     """The recipe with the sizes of another, given as plain values, in place of those that are
     `auto`."""
@@ -149,10 +159,3 @@ def with_value(recipe: Recipe, key: str, value: Any) -> Recipe:
     changed: Any = dataclasses.replace(getattr(recipe, section), **{name: value})
     sections: dict[str, Any] = {section: changed}
     return dataclasses.replace(recipe, **sections)
-
-
-def open_keys(recipe: Recipe) -> list[str]:
-    """Keys that are `auto`, so that the memory plan decides them, and with them when gradients are
-    reduced and weights freed."""
-    keys = ("strategy.kind", "batch.micro_batch_size")
-    return [key for key in keys if value_of(recipe, key) == "auto"]

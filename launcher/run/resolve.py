@@ -9,8 +9,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 
@@ -23,31 +22,24 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
 from launcher.files import replace_text
-from launcher.planner.choice import (
+from launcher.planner.choice import Profiles, estimates, open_collectives
+from launcher.planner.decisions import (
     COLLECTIVES,
-    Profiles,
-    choose_collectives,
-    choose_logits,
-    choose_or_refuse,
-    estimates,
-    failed_micro_batches,
-    failed_with_fewer,
-    failed_with_logits,
-    open_collectives,
+    COMPILE,
+    SEARCH,
+    SIZES,
+    Facts,
+    choices_text,
+    needing,
+    overrides_of,
+    resolve,
+    settled,
 )
 from launcher.planner.machine import Machine, known_machine
 from launcher.planner.plan import estimated_plan
-from launcher.planner.sizes import (
-    NOT_NEEDED,
-    Rows,
-    choices_text,
-    choose_sizes,
-    count_rows,
-    open_stores,
-    why_not_counted,
-)
+from launcher.planner.sizes import Rows, count_rows, open_stores, sizes_text, why_not_counted
 from launcher.recipe.combinations import value_of
-from launcher.recipe.decisions import open_keys, open_sizes, with_recorded, with_value
+from launcher.recipe.decisions import Choices, open_sizes, with_recorded, with_value
 from launcher.recipe.load import to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.reliability.run_directory import RunFolder
@@ -55,15 +47,13 @@ from launcher.strategies.compilation import why_eager
 
 logger = logging.getLogger(__name__)
 
+Answer = TypeVar("Answer")
+
 SECONDS = 300
 """Time limit of the choice."""
 OWN_CONTEXT = 2**30
 """Bytes of a GPU that the CUDA context and communicators of this process hold. An estimate. A plan
 includes them in the memory needed, so they must also be included in the memory available."""
-
-
-COST = "each block then launches some 60 more kernels in a micro-batch"
-"""Measured on null GPUs: 57 for a Llama block, 76 with full activation checkpointing."""
 
 
 def detect_machine(ranks: RankLayout, environment: Environment) -> Machine:
@@ -154,7 +144,7 @@ def _least(sizes: Sequence[int | None]) -> int | None:
     return min((size for size in sizes if size is not None), default=None)
 
 
-def resolve_sizes(
+def resolve_by_rows(
     recipe: Recipe, *, start: Start, ranks: RankLayout, run: RunFolder, build: bool
 ) -> Recipe:
     """The recipe with rank 0's choice in place of each size that is `auto`; every rank must call
@@ -170,112 +160,139 @@ def resolve_sizes(
         if ranks.rank == 0:  # the start wrote `auto`
             _write(resumed, run)
         return resumed
-    why, answer = why_not_counted(recipe), None
-    if open_sizes(recipe) == [
-        "optimizer.learning_rate"
-    ]:  # then a thousand ranks need not count rows
-        why = NOT_NEEDED
-    if ranks.rank == 0:
-        rows = why or count_rows(recipe, build=build)
-        answer = _answer(recipe, rows, ranks=ranks.size, run=run)
-    elif why is None:  # wait until the rows are tokenized, which may take longer than a collective
-        for _ in open_stores(recipe, build=build):
-            pass
-    chosen = from_rank_0(answer, ranks.group)
-    if isinstance(chosen, RecipeError):
-        raise chosen
-    assert chosen is not None
+    rows: Rows | str | None = None
+    if SIZES.open(recipe):
+        rows = why_not_counted(recipe)
+        if ranks.rank == 0:
+            rows = rows or count_rows(recipe, build=build)
+        elif rows is None:  # wait until they are tokenized, which may take longer than a collective
+            for _ in open_stores(recipe, build=build):
+                pass
+
+    def decide() -> Recipe:
+        facts = Facts(ranks=ranks.size, rows=rows)
+        sized, chosen = resolve(recipe, facts, needing("recipe", "rows"))
+        _write(sized, run)
+        logger.info(sizes_text(rows, chosen))
+        return sized
+
+    sized = _on_rank_0(decide, ranks)
     # This rank's own folders, caches and loader processes, with rank 0's sizes
     for key in open_sizes(recipe):
-        recipe = with_value(recipe, key, value_of(chosen, key))
+        recipe = with_value(recipe, key, value_of(sized, key))
     return recipe
 
 
-def _answer(
-    recipe: Recipe, rows: Rows | str, *, ranks: int, run: RunFolder
-) -> Recipe | RecipeError:
-    """The recipe with the sizes that are chosen, which is written and logged; or why none can be."""
-    try:
-        chosen, choices = choose_sizes(recipe, rows, ranks=ranks)
-    except RecipeError as error:
-        return error
-    _write(chosen, run)
-    logger.info(choices_text(rows, choices))
-    return chosen
-
-
-def _write(recipe: Recipe, run: RunFolder) -> None:
-    run.check()
-    replace_text(run.path / "recipe.yaml", to_yaml(recipe), durable=True)
-
-
-def resolve_compile(recipe: Recipe, *, start: Start, ranks: RankLayout, run: RunFolder) -> Recipe:
-    """The recipe with true or false in place of `model.compile: auto`; every rank must call this.
-
-    A run that resumes keeps the value that its checkpoint was trained with, if this machine can
-    compile: compiled blocks round differently.
-    """
-    if recipe.model.compile != "auto":
-        return recipe
-    reasons = gather(why_eager(ranks.device, check_triton=True), ranks.group)
-    why = next((reason for reason in reasons if reason is not None), None)
-    recorded = recorded_recipe(run, start) if ranks.rank == 0 else {}
-    before = from_rank_0(recorded.get("model", {}).get("compile"), ranks.group)
-    on = why is None and before is not False
-    text = f"auto: model.compile={str(on).lower()}"
-    if why is not None:
-        text += f": {why}" + (f"; {COST}" if ranks.device.type == "cuda" else "")
-    elif not on:
-        text += ", as in the checkpoint; model.compile=true compiles from here on"
-    logger.info(text)
-    if before is True and not on:
-        logger.warning("the checkpoint is of compiled blocks: losses will differ by rounding")
-    return replace(recipe, model=replace(recipe.model, compile=on))
-
-
-def resolve_auto(
+def resolve_by_machine(
     recipe: Recipe, machine: Machine, *, start: Start, ranks: RankLayout, run: RunFolder
 ) -> Recipe:
-    """The recipe with rank 0's choice in place of `auto`; every rank must call this. `start` is
-    `Decision.start`.
+    """The recipe with rank 0's choice in place of `auto` in the keys that depend on the machine;
+    every rank must call this. `start` is `Decision.start`. Writes the recipe to RUN_DIR/recipe.yaml.
 
-    Writes the recipe to RUN_DIR/recipe.yaml. Micro-batch sizes that ran out of memory in an earlier
-    start of this run, on as many of the same devices, are not chosen again, nor are larger ones.
     Raises RecipeError if nothing fits, TrainingError if planning fails.
     """
-    written, recipe = recipe, resolve_compile(recipe, start=start, ranks=ranks, run=run)
-    if open_keys(recipe):
-        recipe = _resolve_by_plan(recipe, machine, ranks=ranks, run=run)
+    written = recipe
+    if COMPILE.open(recipe):
+        recipe = _resolve_compile(recipe, machine, start=start, ranks=ranks, run=run)
+    if SEARCH.open(recipe):
+        chosen, choices = _on_rank_0(lambda: _search(recipe, machine, run), ranks)
+        (why,) = {choice.reason for choice in choices.values()}
+        lines = "".join(f"\n      {override}" for override in overrides_of(choices))
+        logger.info(f"auto: {why}{lines}")
+        recipe = _with_own(chosen, recipe)
     if recipe is not written and ranks.rank == 0:
-        run.check()
-        replace_text(run.path / "recipe.yaml", to_yaml(recipe), durable=True)
+        _write(recipe, run)
     return recipe
 
 
-def _resolve_by_plan(
-    recipe: Recipe, machine: Machine, *, ranks: RankLayout, run: RunFolder
+def _resolve_compile(
+    recipe: Recipe, machine: Machine, *, start: Start, ranks: RankLayout, run: RunFolder
 ) -> Recipe:
-    answer: tuple[Recipe, Sequence[str], str] | Exception | None = None
+    reasons = gather(why_eager(ranks.device, check_triton=True), ranks.group)
+    recorded = from_rank_0(recorded_recipe(run, start) if ranks.rank == 0 else {}, ranks.group)
+    facts = Facts(
+        ranks=ranks.size,
+        machine=machine,
+        why_eager=next((reason for reason in reasons if reason is not None), None),
+        recorded=recorded,
+    )
+    resolved, (choices,) = resolve(recipe, facts, [COMPILE])
+    logger.info(f"auto: {choices_text(choices)}")
+    if recorded.get("model", {}).get("compile") is True and not resolved.model.compile:
+        logger.warning("the checkpoint is of compiled blocks: losses will differ by rounding")
+    return resolved
+
+
+def _search(recipe: Recipe, machine: Machine, run: RunFolder) -> tuple[Recipe, Choices]:
+    """The configuration that is chosen, on rank 0."""
+    logger.info("auto: looking for the fastest configuration that fits ...")
+    facts = Facts(ranks=machine.ranks, machine=machine, must_fit=True, events=run.read_events())
+    try:
+        chosen, (choices,) = run_in_process(SECONDS, resolve, recipe, facts, [SEARCH])
+    except TrainingError as error:
+        text = f"auto: the plan failed; set {' and '.join(SEARCH.open(recipe))}. {error}"
+        raise TrainingError(text, reason="plan_failed") from None
+    return chosen, choices
+
+
+def resolve_by_model(
+    recipe: Recipe,
+    profiles: Callable[[], Profiles],
+    machine: Machine,
+    *,
+    start: Start,
+    ranks: RankLayout,
+    run: RunFolder,
+) -> Recipe:
+    """The recipe with rank 0's choice in place of `auto` in the keys that depend on the model; every
+    rank must call this. `start` is `Decision.start`. Writes the recipe to RUN_DIR/recipe.yaml."""
+    decisions = needing("model")
+    if not any(decision.open(recipe) for decision in decisions):
+        return recipe
+
+    def decide() -> tuple[Recipe, list[Choices]]:
+        exact = None
+        if open_collectives(recipe, ranks=machine.ranks):
+            same = {*COLLECTIVES.keys}
+            exact = earlier_strategy(recipe, run, start, ranks=machine.ranks, except_for=same)
+        facts = Facts(
+            ranks=machine.ranks,
+            machine=machine,
+            profiles=lambda _: profiles(),
+            events=run.read_events(),
+            exact=exact,
+        )
+        chosen, every = resolve(recipe, facts, decisions)
+        if every:
+            _write(chosen, run)
+        return chosen, every
+
+    chosen, every = _on_rank_0(decide, ranks)
+    for choices in every:
+        logger.info(f"auto: {choices_text(choices)}")
+    return _with_own(chosen, recipe)
+
+
+def settle(recipe: Recipe, *, ranks: RankLayout, run: RunFolder) -> Recipe:
+    """The recipe without any `auto`, as `settled` makes it. Writes it to RUN_DIR/recipe.yaml."""
+    resolved, recipe = recipe, settled(recipe)
+    if recipe != resolved and ranks.rank == 0:
+        _write(recipe, run)
+    return recipe
+
+
+def _on_rank_0(decide: Callable[[], Answer], ranks: RankLayout) -> Answer:
+    """What a function returns on rank 0; every rank must call this. Raises the error of rank 0."""
+    answer: Answer | Exception | None = None
     if ranks.rank == 0:
-        logger.info("auto: looking for the fastest configuration that fits ...")
-        failed = failed_micro_batches(run.read_events(), machine=machine, recipe=recipe)
         try:
-            answer = run_in_process(
-                SECONDS, choose_or_refuse, recipe, machine, min(failed, default=None)
-            )
-        except RecipeError as error:
+            answer = decide()
+        except (RecipeError, TrainingError) as error:
             answer = error
-        except TrainingError as error:
-            text = f"auto: the plan failed; set {' and '.join(open_keys(recipe))}. {error}"
-            answer = TrainingError(text, reason="plan_failed")
     answer = from_rank_0(answer, ranks.group)
     if isinstance(answer, Exception):
         raise answer
-    assert answer is not None
-    chosen, overrides, why = answer
-    lines = "".join(f"\n      {override}" for override in overrides)
-    logger.info(f"auto: {why}{lines}")
-    return _with_own(chosen, recipe)
+    return cast(Answer, answer)
 
 
 def _with_own(chosen: Recipe, own: Recipe) -> Recipe:
@@ -285,44 +302,6 @@ def _with_own(chosen: Recipe, own: Recipe) -> Recipe:
     return dataclasses.replace(chosen, run=own.run, model=model, lora=own.lora, data=own.data)
 
 
-def resolve_collectives(
-    recipe: Recipe,
-    profiles: Callable[[], Profiles],
-    machine: Machine,
-    *,
-    start: Start,
-    ranks: RankLayout,
-    run: RunFolder,
-) -> Recipe:
-    """The recipe with rank 0's choice in place of `auto` in `COLLECTIVES` and `model.keep_logits`;
-    every rank must call this. `start` is `Decision.start`. Writes the recipe to
-    RUN_DIR/recipe.yaml."""
-    collectives = open_collectives(recipe, ranks=machine.ranks)
-    if not collectives and recipe.model.keep_logits != "auto":
-        return recipe
-    answer: tuple[Recipe, list[str]] | None = None
-    if ranks.rank == 0:
-        same = {"strategy." + key for key in COLLECTIVES}
-        found, events = profiles(), run.read_events()
-        chosen, reasons = recipe, []
-        if collectives:
-            chosen, why = choose_collectives(
-                recipe,
-                machine,
-                found,
-                earlier=earlier_strategy(recipe, run, start, ranks=machine.ranks, except_for=same),
-                failed=failed_with_fewer(events, machine=machine, recipe=recipe),
-            )
-            reasons.append(why)
-        failed = failed_with_logits(events, machine=machine, recipe=recipe)
-        if (logits := choose_logits(chosen, machine, found, failed=failed)) is not None:
-            chosen, why = logits
-            reasons.append(why)
-        if reasons:
-            run.check()
-            replace_text(run.path / "recipe.yaml", to_yaml(chosen), durable=True)
-        answer = chosen, reasons
-    chosen, reasons = cast("tuple[Recipe, list[str]]", from_rank_0(answer, ranks.group))
-    for why in reasons:
-        logger.info(f"auto: {why}")
-    return _with_own(chosen, recipe)
+def _write(recipe: Recipe, run: RunFolder) -> None:
+    run.check()
+    replace_text(run.path / "recipe.yaml", to_yaml(recipe), durable=True)

@@ -26,9 +26,10 @@ from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError,
 from launcher.files import remove_leftovers
 from launcher.models.config_keys import check_config_keys
 from launcher.objectives.base import dataset_objective
-from launcher.planner.choice import faster_text, profiles_of, seconds_of_steps
-from launcher.planner.sizes import check_repeats, time_text
-from launcher.recipe.decisions import open_keys, open_sizes
+from launcher.planner.choice import open_keys, profiles_of
+from launcher.planner.duration import faster_text, seconds_of_steps, time_text
+from launcher.planner.sizes import check_repeats
+from launcher.recipe.decisions import open_sizes
 from launcher.recipe.load import LoadedRecipe
 from launcher.reliability.failures import FailureWatch
 from launcher.reliability.progress import Progress
@@ -45,9 +46,10 @@ from launcher.run.recorder import StepRecorder
 from launcher.run.reporting import Reporter
 from launcher.run.resolve import (
     detect_machine,
-    resolve_auto,
-    resolve_collectives,
-    resolve_sizes,
+    resolve_by_machine,
+    resolve_by_model,
+    resolve_by_rows,
+    settle,
     warn_of_memory,
 )
 from launcher.run.summary import describe_start, summarize
@@ -262,10 +264,10 @@ class TrainingRun:
         machine = detect_machine(ranks, rank.environment)
         if open_sizes(loaded.recipe):
             self._progress.heartbeat("data")
-        sized = resolve_sizes(
+        sized = resolve_by_rows(
             loaded.recipe, start=start, ranks=ranks, run=run, build=rank.environment.local_rank == 0
         )
-        recipe = resolve_auto(sized, machine, start=start, ranks=ranks, run=run)
+        recipe = resolve_by_machine(sized, machine, start=start, ranks=ranks, run=run)
         self._recipe = recipe
         rank.post_mortem.resolved(recipe, machine)
         self._check_device(loaded)
@@ -274,7 +276,7 @@ class TrainingRun:
         profiles = profiles_of(recipe, prepared, machine)
         self._plan = profiles, machine
         planned = recipe
-        recipe = resolve_collectives(recipe, profiles, machine, start=start, ranks=ranks, run=run)
+        recipe = resolve_by_model(recipe, profiles, machine, start=start, ranks=ranks, run=run)
         warn_of_memory(
             recipe,
             profiles,
@@ -284,10 +286,11 @@ class TrainingRun:
             ranks=ranks,
             environment=rank.environment,
         )
+        rank.post_mortem.resolved(recipe, machine)  # a search leaves keys without effect `auto`
+        recipe = settle(recipe, ranks=ranks, run=run)
         if recipe.data.date is None and recipe.data.builder is None:
             recipe = replace(recipe, data=replace(recipe.data, date=first_day))
         self._recipe = recipe
-        rank.post_mortem.resolved(recipe, machine)
         return prepared
 
     def _check_device(self, loaded: LoadedRecipe) -> None:

@@ -159,8 +159,8 @@ WHOLE_RECIPE = {
     "diagnostics": "selftest",
     "models": "config_keys",
     "objectives": "answers base distillation kto make masked next_token preference teacher",
-    "planner": "candidates choice estimate fastest formatting known_models measurement plan plan_as_json profile recipe_values search sizes"
-    " speed trace work",
+    "planner": "candidates choice decisions duration estimate fastest formatting known_models measurement plan plan_as_json"
+    " profile recipe_values search sizes speed trace work",
     "training": "model setup",
 }
 """Modules outside `recipe`, `cli` and `run` whose signatures or fields may name `Recipe`. They plan,

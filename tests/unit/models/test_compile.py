@@ -22,6 +22,7 @@ from launcher.models.applied import applied
 from launcher.models.attention import VARLEN
 from launcher.models.build import find_blocks
 from launcher.models.images import tower_blocks
+from launcher.planner.machine import known_machine
 from launcher.reliability.progress import Progress
 from launcher.run import compilation as run_compilation
 from launcher.run import resolve
@@ -283,7 +284,7 @@ def test_auto_is_off_where_nothing_can_be_compiled(able, tmp_path):
     [
         ([None, None], None, True, "model.compile=true"),
         ([None, "no gcc"], None, False, "model.compile=false: no gcc; each block then launches"),
-        ([None, None], False, False, "model.compile=false, as in the checkpoint"),
+        ([None, None], False, False, "model.compile=false: as in the checkpoint"),
         ([None, None], True, True, "model.compile=true"),
         (["no gcc", None], True, False, "losses will differ by rounding"),
     ],
@@ -298,12 +299,15 @@ def test_auto_is_the_same_on_all_ranks_and_after_a_restart(
     monkeypatch.setattr(resolve, "from_rank_0", lambda value, group: value)
     recorded = {} if before is None else {"model": {"compile": before}}
     monkeypatch.setattr(resolve, "recorded_recipe", lambda run, start: recorded)
-    ranks = SimpleNamespace(rank=0, group=None, device=torch.device("cuda"))
+    ranks = SimpleNamespace(rank=0, size=2, group=None, device=torch.device("cuda"))
     recipe = dataclasses.replace(RECIPE, model=dataclasses.replace(RECIPE.model, compile="auto"))
-    resolved = resolve.resolve_compile(recipe, start=Latest(), ranks=ranks, run=None)
+    monkeypatch.setattr(resolve, "_write", lambda recipe, run: None)
+    here = known_machine("h100", nodes=1, gpus_per_node=2)
+    more = {"start": Latest(), "ranks": ranks, "run": None}
+    resolved = resolve.resolve_by_machine(recipe, here, **more)
     assert resolved.model.compile is compiles
     assert said in caplog.text
-    again = resolve.resolve_compile(resolved, start=Latest(), ranks=None, run=None)
+    again = resolve.resolve_by_machine(resolved, here, **more)
     assert again is resolved
 
 

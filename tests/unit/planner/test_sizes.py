@@ -8,19 +8,21 @@ import numpy as np
 import pytest
 
 from launcher.errors import RecipeError
+from launcher.planner.decisions import Facts, needing, resolve
 from launcher.planner.sizes import (
     Rows,
     check_repeats,
-    choices_text,
+    choose_rate,
     choose_sizes,
     rows_here,
     run_length,
+    sizes_text,
 )
 from launcher.recipe.decisions import open_sizes, with_recorded
 from launcher.recipe.load import load_recipe
 from launcher.recipe.section import AutoFloat
 from launcher.recipe.yaml_text import to_yaml
-from launcher.run.resolve import resolve_sizes
+from launcher.run.resolve import resolve_by_rows
 
 CONFIG = {
     "model_type": "llama",
@@ -58,7 +60,7 @@ def rows_of(count, mean=60, longest=None):
 
 def chosen(rows, *overrides, ranks=1):
     recipe = loaded(*overrides, ranks=ranks)
-    return choose_sizes(recipe.recipe, rows, ranks=ranks)[0]
+    return resolve(recipe.recipe, Facts(ranks=ranks, rows=rows), needing("recipe", "rows"))[0]
 
 
 def summary(recipe):
@@ -175,9 +177,10 @@ def test_without_rows_the_usual_sizes_count(here):
     recipe = loaded()
     assert open_sizes(recipe.recipe)
     assert to_yaml(recipe.recipe).count(": auto\n") >= 8
-    usual, choices = choose_sizes(recipe.recipe, "why", ranks=6)
+    rated, _ = choose_rate(recipe.recipe)
+    usual, choices = choose_sizes(rated, "why", ranks=6)
     assert summary(usual) == (36, True, 2048, 0.02, 2)
-    assert choices_text("why", choices).startswith("auto: the usual sizes: why\n")
+    assert sizes_text("why", [choices]).startswith("auto: the usual sizes: why\n")
     assert "not here" in rows_here(recipe.recipe)  # there is no tokenizer
 
 
@@ -262,5 +265,5 @@ def test_a_rate_alone_needs_no_rows(folder, monkeypatch):
     monkeypatch.setattr("launcher.run.resolve.recorded_recipe", lambda run, start: {})
     monkeypatch.setattr("launcher.run.resolve._write", lambda recipe, run: None)
     ranks = SimpleNamespace(rank=0, size=1, group=None)
-    sized = resolve_sizes(recipe, start=None, ranks=ranks, run=None, build=True)
+    sized = resolve_by_rows(recipe, start=None, ranks=ranks, run=None, build=True)
     assert not open_sizes(sized)
