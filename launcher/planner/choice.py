@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 Profiles = tuple[ModelProfile, Callable[[], ModelProfile]]
 """A profile of the model without what its blocks save, and a function that returns it with that."""
-SEARCHED = ("strategy.kind", "batch.micro_batch_size")
 COLLECTIVES = ("sync_every_micro_batch", "reshard_after_forward")
 """Keys of `strategy`. Their `auto` becomes false if `ROOM` of the memory stays free with false, and
 else true."""
@@ -57,7 +56,8 @@ batch."""
 def open_keys(recipe: Recipe) -> list[str]:
     """The keys that are `auto` and are decided by a search, and with them when gradients are reduced
     and weights freed."""
-    return [key for key in SEARCHED if value_of(recipe, key) == "auto"]
+    keys = ("strategy.kind", "batch.micro_batch_size")
+    return [key for key in keys if value_of(recipe, key) == "auto"]
 
 
 def open_collectives(recipe: Recipe, *, ranks: int) -> list[str]:

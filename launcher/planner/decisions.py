@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from launcher.planner import choice
 from launcher.planner.candidates import changes_between, overrides_between
 from launcher.planner.choice import (
     Profiles,
@@ -61,7 +60,7 @@ class Facts:
     """Section `strategy` of that recipe, if a resume with the same collectives is exact."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Decision:
     """Who replaces `auto` in some keys, which are decided together."""
 
@@ -69,7 +68,7 @@ class Decision:
     needs: Literal["recipe", "rows", "machine", "model"]
     """The last fact that must be known."""
     kept_on_resume: bool
-    """Whether a run that resumes takes the values of its checkpoint, where that is possible."""
+    """Whether a run that resumes takes the values of its checkpoint, where it can."""
     choose: Callable[[Recipe, Facts], tuple[Recipe, Choices] | None]
     """The recipe with values in place of `auto`; None: there is nothing to choose, or it cannot be
     chosen."""
@@ -144,9 +143,11 @@ def _because(before: Recipe, found: tuple[Recipe, str] | None) -> tuple[Recipe, 
     return chosen, {key: Derived(value, why) for key, value in changes_between(before, chosen)}
 
 
-RATE = Decision(("optimizer.learning_rate",), "recipe", True, _rate)
+RATE = Decision(
+    keys=("optimizer.learning_rate",), needs="recipe", kept_on_resume=True, choose=_rate
+)
 SIZES = Decision(
-    (
+    keys=(
         "data.validation_split",
         "data.sequence_length",
         "data.packing",
@@ -156,18 +157,26 @@ SIZES = Decision(
         "evaluation.every_steps",
         "checkpoint.every_steps",
     ),
-    "rows",
-    True,
-    _sizes,
+    needs="rows",
+    kept_on_resume=True,
+    choose=_sizes,
 )
-COMPILE = Decision(("model.compile",), "machine", True, _compile)
-SEARCH = Decision(choice.SEARCHED, "machine", False, _search)
+COMPILE = Decision(keys=("model.compile",), needs="machine", kept_on_resume=True, choose=_compile)
+SEARCH = Decision(
+    keys=("strategy.kind", "batch.micro_batch_size"),
+    needs="machine",
+    kept_on_resume=False,
+    choose=_search,
+)
 """It also chooses the keys of COLLECTIVES that are `auto`, and with the strategy the activation
 checkpointing."""
 COLLECTIVES = Decision(
-    tuple(f"strategy.{key}" for key in choice.COLLECTIVES), "model", True, _collectives
+    keys=("strategy.sync_every_micro_batch", "strategy.reshard_after_forward"),
+    needs="model",
+    kept_on_resume=True,
+    choose=_collectives,
 )
-LOGITS = Decision(("model.keep_logits",), "model", False, _logits)
+LOGITS = Decision(keys=("model.keep_logits",), needs="model", kept_on_resume=False, choose=_logits)
 """The bits are the same with each value, so a run that resumes may choose again."""
 
 DECISIONS = (RATE, SIZES, COMPILE, SEARCH, COLLECTIVES, LOGITS)

@@ -276,7 +276,7 @@ def resolve_by_model(
 def settle(recipe: Recipe, *, ranks: RankLayout, run: RunFolder) -> Recipe:
     """The recipe without any `auto`, as `settled` makes it. Writes it to RUN_DIR/recipe.yaml."""
     resolved, recipe = recipe, settled(recipe)
-    if recipe != resolved and ranks.rank == 0:
+    if ranks.rank == 0 and to_yaml(recipe) != to_yaml(resolved):
         _write(recipe, run)
     return recipe
 

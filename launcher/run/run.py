@@ -26,7 +26,8 @@ from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError,
 from launcher.files import remove_leftovers
 from launcher.models.config_keys import check_config_keys
 from launcher.objectives.base import dataset_objective
-from launcher.planner.choice import open_keys, profiles_of
+from launcher.planner.choice import profiles_of
+from launcher.planner.decisions import SEARCH
 from launcher.planner.duration import faster_text, seconds_of_steps, time_text
 from launcher.planner.sizes import check_repeats
 from launcher.recipe.decisions import open_sizes
@@ -282,7 +283,7 @@ class TrainingRun:
             profiles,
             machine,
             # A choice has traced the model; without one, a trace would delay the start
-            exact=bool(open_keys(sized)) or recipe != planned,
+            exact=bool(SEARCH.open(sized)) or recipe != planned,
             ranks=ranks,
             environment=rank.environment,
         )
