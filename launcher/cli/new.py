@@ -153,13 +153,14 @@ def new(
     draft = load_text(wanted.text(machine), machine)
 
     from launcher.planner import decisions, sizes
+    from launcher.planner.facts import Facts, Rows
     from launcher.planner.search import search_configurations
     from launcher.planner.speed import seconds_of_step
 
     with working("counting the rows"):
         planned, note = plannable(draft)
         rows = sizes.rows_here(planned)
-        facts = decisions.Facts(ranks=machine.ranks, rows=rows)
+        facts = Facts(ranks=machine.ranks, rows=rows)
         _, chosen = decisions.resolve(planned, facts, decisions.needing("recipe", "rows"))
         wanted = replace(wanted, choices={key: one for each in chosen for key, one in each.items()})
     with working("searching for the fastest configuration that fits"):
@@ -174,7 +175,7 @@ def new(
     kept = dataclasses.replace(draft.data, packing=planned.data.packing)
     best = dataclasses.replace(result.best.recipe, data=kept)
     long = f"the usual sizes: {rows}" if isinstance(rows, str) else None
-    if isinstance(rows, sizes.Rows):
+    if isinstance(rows, Rows):
         run = sizes.run_length(best, rows)
         seconds = seconds_of_step(result.best.seconds, best, run.tokens)
         long = run.text(seconds, device=machine.device)

@@ -143,8 +143,8 @@ def _report(
     from launcher.models.attention import planned_gpu
     from launcher.models.config_keys import check_config_keys
     from launcher.planner import (
+        choice,
         decisions,
-        duration,
         fastest,
         known_models,
         measurement,
@@ -152,7 +152,9 @@ def _report(
         profile,
         search,
         sizes,
+        speed,
     )
+    from launcher.planner.facts import Facts, Rows
     from launcher.strategies.compilation import why_eager
 
     if not notes:  # not for the GPUs of this machine
@@ -166,12 +168,12 @@ def _report(
         notes = [*notes, known] if known else notes
     with progress("counting the rows"):
         rows = sizes.rows_here(recipe)
-    facts = decisions.Facts(
+    facts = Facts(
         ranks=machine.ranks,
         rows=rows,
         machine=machine,
         why_eager=why_eager(machine.device, check_triton=verify or measure_fastest),
-        profiles=decisions.profiled(machine),
+        profiles=choice.profiled(machine),
     )
     recipe, chosen = decisions.resolve(recipe, facts, decisions.needing("recipe", "rows"))
     overrides = [*overrides, *(word for each in chosen for word in decisions.overrides_of(each))]
@@ -187,7 +189,7 @@ def _report(
             result = search.search_configurations(recipe, machine, keep_written=True)
     with progress("tracing a step"):
         planned = plan.make_plan(recipe, machine)
-    if isinstance(rows, sizes.Rows):
+    if isinstance(rows, Rows):
         try:
             sizes.check_repeats(recipe, sizes.run_length(recipe, rows).samples)
         except RecipeError as error:
@@ -201,13 +203,13 @@ def _report(
         with progress("training three steps"):
             (verified,) = measurement.measure_recipes([overrides], ranks=machine.ranks, gpus=gpus)
     length = None
-    if isinstance(rows, sizes.Rows) and recipe.model.builder is None:
+    if isinstance(rows, Rows) and recipe.model.builder is None:
         run, shapes = (
             sizes.run_length(recipe, rows),
             profile.profile_model(recipe, device=machine.device),
         )
-        seconds = duration.seconds_of_steps(recipe, run.tokens, shapes, machine)
-        faster = duration.faster_text(
+        seconds = speed.seconds_of_steps(recipe, run.tokens, shapes, machine)
+        faster = speed.faster_text(
             recipe, tokens=run.tokens, steps=run.steps, seconds=seconds, machine=machine
         )
         length = dataclasses.asdict(run)

@@ -1,5 +1,5 @@
-"""Chooses a configuration for a machine: strategy and micro-batch by a search, when gradients are
-reduced and weights freed, and whether logits are kept."""
+"""Chooses a configuration for a machine: whether blocks are compiled, strategy and micro-batch by a
+search, when gradients are reduced and weights freed, and whether logits are kept."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 from launcher.console import bytes_as_text, seconds_as_text
 from launcher.errors import RecipeError
 from launcher.planner.candidates import Configuration
+from launcher.planner.facts import Facts, Profiles
 from launcher.planner.fastest import measured_choice
 from launcher.planner.formatting import batch_text, needs_text, strategy_text
 from launcher.planner.machine import Machine
@@ -21,6 +22,7 @@ from launcher.planner.memory import Plan
 from launcher.planner.plan import estimated_plan
 from launcher.planner.profile import (
     ModelProfile,
+    profile_model,
     profile_of_shapes,
     with_saved,
 )
@@ -28,6 +30,7 @@ from launcher.planner.recipe_values import has_reductions_to_choose, micro_batch
 from launcher.planner.search import fastest_that_fits, search_configurations
 from launcher.planner.work import Work, with_most_saved
 from launcher.recipe.combinations import value_of
+from launcher.recipe.decisions import with_value
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
 from launcher.strategies.base import compute_dtype, dtype_name
@@ -35,8 +38,8 @@ from launcher.training.model import PreparedModel
 
 logger = logging.getLogger(__name__)
 
-Profiles = tuple[ModelProfile, Callable[[], ModelProfile]]
-"""A profile of the model without what its blocks save, and a function that returns it with that."""
+COST = "each block then launches some 60 more kernels in a micro-batch"
+"""Measured on null GPUs: 57 for a Llama block, 76 with full activation checkpointing."""
 COLLECTIVES = ("sync_every_micro_batch", "reshard_after_forward")
 """Keys of `strategy`. Their `auto` becomes false if `ROOM` of the memory stays free with false, and
 else true."""
@@ -71,46 +74,54 @@ def open_collectives(recipe: Recipe, *, ranks: int) -> list[str]:
 def profiles_of(
     recipe: Recipe, prepared: PreparedModel, machine: Machine
 ) -> Callable[[], Profiles]:
-    """A function that returns the two profiles that `choose_collectives` takes: one from shapes, and
-    a function that traces one. Each is made when it is first needed."""
+    """A function that returns the profiles of a run's model. Each is made when it is first needed."""
 
     @cache
-    def profiles() -> Profiles:
-        return _profiles(recipe, prepared, machine)
-
-    return profiles
-
-
-def _profiles(recipe: Recipe, prepared: PreparedModel, machine: Machine) -> Profiles:
-    shapes = profile_of_shapes(prepared, recipe, device=machine.device)
+    def shapes() -> ModelProfile:
+        return profile_of_shapes(prepared, recipe, device=machine.device)
 
     @cache
     def with_activations() -> ModelProfile:
         model, blocks = copy.deepcopy((prepared.model, prepared.blocks))
         copied = dataclasses.replace(prepared, model=model, blocks=blocks)
-        return with_saved(shapes, copied, recipe, dtypes={compute_dtype(recipe.strategy)})
+        return with_saved(shapes(), copied, recipe, dtypes={compute_dtype(recipe.strategy)})
 
-    return shapes, with_activations
+    return lambda: (shapes(), with_activations)
 
 
-def choose_collectives(
-    recipe: Recipe,
-    machine: Machine,
-    profiles: Profiles,
-    *,
-    earlier: Mapping[str, Any] | None = None,
-    failed: bool = False,
-) -> tuple[Recipe, str]:
+def profiled(machine: Machine) -> Callable[[Recipe], Profiles]:
+    """`Facts.profiles` for a plan."""
+
+    def profiles(recipe: Recipe) -> Profiles:
+        full = profile_model(recipe, device=machine.device)
+        return dataclasses.replace(full, saved={}), lambda: full
+
+    return profiles
+
+
+def choose_compile(recipe: Recipe, facts: Facts) -> tuple[Recipe, str]:
+    """Replaces `auto` in `model.compile`. Compiled blocks round differently, so a run keeps the value
+    of its checkpoint, unless that is true and this machine cannot compile."""
+    assert facts.machine is not None
+    why, before = facts.why_eager, facts.recorded.get("model", {}).get("compile")
+    on = why is None and before is not False
+    reason = "" if on else "as in the checkpoint; model.compile=true compiles from here on"
+    if why is not None:
+        reason = f"{why}; {COST}" if facts.machine.device == "cuda" else why
+    return with_value(recipe, "model.compile", on), reason
+
+
+def choose_collectives(recipe: Recipe, facts: Facts) -> tuple[Recipe, str] | None:
     """Replaces `auto` in `COLLECTIVES` by the fewest collectives with which `ROOM` of the memory
     stays free by estimate. On CPUs the host memory of a node must suffice for them, too, together
-    with data and checkpoints. On GPUs the host memory does not depend on the collectives.
-
-    `profiles` are the model's profile without what blocks save, and a function that returns it with
-    what they save, which is called if it is needed. `earlier` is the strategy of the checkpoint
-    that the run resumes from, if a resume can be exact. `failed`: whether fewer collectives ran out
-    of memory before. Returns the recipe and the reason.
-    """
-    keys = open_collectives(recipe, ranks=machine.ranks)
+    with data and checkpoints. On GPUs the host memory does not depend on the collectives. Returns the
+    recipe and the reason; None if no key is `auto` that has an effect."""
+    machine, earlier = facts.machine, facts.exact
+    assert machine is not None
+    assert facts.profiles is not None
+    if not (keys := open_collectives(recipe, ranks=machine.ranks)):
+        return None
+    shapes, trace = facts.profiles(recipe)
     # Reducing once a step comes first: with several micro-batches it saves as much traffic or more
     *fewer, most = (
         _with_strategy(recipe, dict(zip(keys, values, strict=True)))
@@ -123,7 +134,7 @@ def choose_collectives(
     if machine.ranks == 1:
         what = f"all weights in {dtype_name(compute_dtype(recipe.strategy))}"
     chosen, why = most, f"{what} would leave less than {ROOM:.0%} of {memory} free"
-    traced = cache(profiles[1])
+    profiles = shapes, cache(trace)
     host_needed: list[int] = []
     """The host memory that a node would need, of each choice that fits a device but not a node."""
 
@@ -132,7 +143,7 @@ def choose_collectives(
     def leaves(share: float, choice: Recipe) -> bool:
         nonlocal estimated
         short = 0
-        for plan in estimates(choice, machine, (profiles[0], traced)):
+        for plan in estimates(choice, machine, profiles):
             estimated = True
             if plan.spare is not None and plan.spare >= share * known:
                 if not on_cpu or plan.host_spare is None or plan.host_spare >= 0:
@@ -143,7 +154,7 @@ def choose_collectives(
 
     # An earlier version recorded `auto`, which meant true
     kept = _with_strategy(recipe, {key: (earlier or {}).get(key) is not False for key in keys})
-    if failed:
+    if any(False in map(event.get, COLLECTIVES) for event in _failures(recipe, facts)):
         why = f"with {what} an earlier start ran out of memory"
     elif earlier is not None and (not known or kept == most or leaves(0, kept)):
         chosen, why = kept, "as in the checkpoint, so that the resume is exact"
@@ -165,34 +176,26 @@ def _memory_text(machine: Machine) -> str:
     return f"{bytes_as_text(machine.memory or 0)} of {kind}"
 
 
-def choose_logits(
-    recipe: Recipe,
-    machine: Machine,
-    profiles: Profiles,
-    *,
-    failed: bool = False,
-) -> tuple[Recipe, str] | None:
+def choose_logits(recipe: Recipe, facts: Facts) -> tuple[Recipe, str] | None:
     """Replaces `auto` in `model.keep_logits`: by true if `ROOM` of the memory, on CPUs `CPU_ROOM`,
-    stays free by estimate with kept logits. Returns None if the key is not `auto`, if no logits
-    would be computed again, or if the size of the memory is not known.
+    stays free by estimate with kept logits. Returns the recipe and the reason; None if no logits would
+    be computed again, or if the size of the memory is not known.
 
-    A resume need not keep the choice, which changes no bits. `profiles` are as in
-    `choose_collectives`. `failed`: whether an earlier start ran out of memory with kept logits.
-    Returns the recipe and the reason.
+    A resume need not keep the choice, which changes no bits.
     """
-    chunked = Work(profiles[0], recipe, ranks=machine.ranks).chunked
-    if recipe.model.keep_logits != "auto" or recipe.distillation is not None or not chunked:
+    machine = facts.machine
+    assert machine is not None
+    assert facts.profiles is not None
+    if recipe.distillation is not None or not (known := machine.memory or 0):
         return None
-    if not (known := machine.memory or 0):
+    profiles = facts.profiles(recipe)
+    if not Work(profiles[0], recipe, ranks=machine.ranks).chunked:
         return None
-    kept, again = (
-        dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, keep_logits=keeps))
-        for keeps in (True, False)
-    )
+    kept, again = (with_value(recipe, "model.keep_logits", keeps) for keeps in (True, False))
     memory = _memory_text(machine)
     room = CPU_ROOM if machine.device == "cpu" else ROOM
     chosen, why = again, f"kept logits would leave less than {room:.0%} of {memory} free"
-    if failed:
+    if any(event.get("keep_logits") is True for event in _failures(recipe, facts)):
         why = "with kept logits an earlier start ran out of memory"
     elif not (plans := list(estimates(kept, machine, profiles))):
         why = _NO_ESTIMATE
@@ -221,40 +224,23 @@ def estimates(recipe: Recipe, machine: Machine, profiles: Profiles) -> Iterator[
         yield estimated_plan(traced, recipe, machine)
 
 
-def choose_or_refuse(recipe: Recipe, machine: Machine, *, failed: int | None) -> tuple[Recipe, str]:
-    """Like `choose`, but raises RecipeError with suggestions if nothing fits."""
-    devices = f"{machine.ranks} x {machine.name}"
-    if failed == 1:
+def choose_configuration(recipe: Recipe, facts: Facts) -> tuple[Recipe, str] | None:
+    """Replaces `auto` in strategy and micro-batch by the fastest configuration that was measured.
+    Without measurements, by the fastest one that fits by plan.
+
+    Micro-batch sizes that ran out of memory in an earlier start of the run, on as many of the same
+    devices, are not chosen again, nor are larger ones. Returns the recipe and the reason; None if
+    nothing fits, or if the size of the memory is not known.
+    """
+    machine = facts.machine
+    assert machine is not None
+    failed = min(failed_micro_batches(recipe, facts), default=None)
+    if failed == 1 and facts.must_fit:
         raise RecipeError(
             "batch.micro_batch_size: auto: a micro-batch of 1 ran out of memory in an earlier "
-            f"start of this run on {devices}; there is no smaller one. `launcher plan` shows "
-            "configurations that need less"
+            f"start of this run on {machine.ranks} x {machine.name}; there is no smaller one. "
+            "`launcher plan` shows configurations that need less"
         )
-    choice = choose(recipe, machine, failed=failed)
-    if choice is None:
-        of = f" with {bytes_as_text(machine.memory)} each" if machine.memory is not None else ""
-        if machine.host_memory is not None:
-            of += f" and {bytes_as_text(machine.host_memory)} of host memory a node"
-        problem = f"{open_keys(recipe)[0]}: auto: no configuration fits {devices}{of}"
-        result = search_configurations(recipe, machine)
-        suggestions = result.suggestions
-        if (best := result.best) is not None:  # it changes more keys than those that are auto
-            suggestions = (
-                f"{strategy_text(best.recipe, machine.ranks)}: {' '.join(best.overrides)}",
-            )
-        raise RecipeError([problem, *(f"  {text}" for text in suggestions)])
-    return choice
-
-
-def choose(
-    recipe: Recipe, machine: Machine, *, failed: int | None = None
-) -> tuple[Recipe, str] | None:
-    """Replaces `auto` by the fastest configuration that was measured. Without measurements, by the
-    fastest one that fits by plan.
-
-    `failed` is the smallest micro-batch that ran out of memory. Returns the recipe and the reason;
-    None if nothing fits, or if the size of the memory is not known.
-    """
     limit = None if failed is None else failed - 1
     after = f"; micro-batches of {failed} and more ran out of memory before" if failed else ""
     if kept := measured_choice(recipe, machine, limit_micro_batch=limit):
@@ -263,6 +249,8 @@ def choose(
     find = _fastest_on_cpu if machine.device == "cpu" else fastest_that_fits
     best = find(recipe, machine, limit_micro_batch=limit)
     if best is None:
+        if facts.must_fit:
+            raise _nothing_fits(recipe, machine)
         return None
     if machine.device == "cpu" and best.seconds.total > SLOW_STEP:
         after += _slow_step_text(best)
@@ -273,6 +261,20 @@ def choose(
         f"The fastest that fits: by plan {needs_text(best, machine.memory, machine.device)}{after}"
     )
     return best.recipe, why
+
+
+def _nothing_fits(recipe: Recipe, machine: Machine) -> RecipeError:
+    """With suggestions."""
+    of = f" with {bytes_as_text(machine.memory)} each" if machine.memory is not None else ""
+    if machine.host_memory is not None:
+        of += f" and {bytes_as_text(machine.host_memory)} of host memory a node"
+    devices = f"{machine.ranks} x {machine.name}"
+    problem = f"{open_keys(recipe)[0]}: auto: no configuration fits {devices}{of}"
+    result = search_configurations(recipe, machine)
+    suggestions = result.suggestions
+    if (best := result.best) is not None:  # it changes more keys than those that are auto
+        suggestions = (f"{strategy_text(best.recipe, machine.ranks)}: {' '.join(best.overrides)}",)
+    return RecipeError([problem, *(f"  {text}" for text in suggestions)])
 
 
 def _fastest_on_cpu(
@@ -323,48 +325,27 @@ def recorded_settings(recipe: Recipe, machine: Machine) -> Json:
     } | {key: getattr(recipe.strategy, key) for key in COLLECTIVES}
 
 
-def failed_micro_batches(events: list[Json], *, machine: Machine, recipe: Recipe) -> list[int]:
-    """Micro-batch sizes that ran out of memory in earlier starts of a run, on as many of the same
-    devices and with the same settings; with strategy `auto` checkpointing and offload may differ.
-    Empty unless the micro-batch of the recipe is `auto`."""
+def failed_micro_batches(recipe: Recipe, facts: Facts) -> list[int]:
+    """Micro-batch sizes that ran out of memory in such starts, if that of the recipe is `auto`. With
+    strategy `auto` checkpointing and offload may differ."""
     if recipe.batch.micro_batch_size != "auto":
         return []
-    same = recorded_settings(recipe, machine) | {"ranks": machine.ranks}
-    same |= {"event": "failed", "reason": "out_of_memory"}
-    for key in ("micro_batch_size", "keep_logits", *COLLECTIVES):
-        del same[key]
-    if recipe.strategy.kind == "auto":
-        del same["checkpointing"], same["cpu_offload"]
-    return [
-        event["micro_batch_size"]
-        for event in events
-        if event.get("micro_batch_size") is not None
-        and all(event.get(name) == value for name, value in same.items())
-    ]
+    others = ("checkpointing", "cpu_offload") if recipe.strategy.kind == "auto" else ()
+    failures = _failures(recipe, facts, "micro_batch_size", *others)
+    sizes = (event.get("micro_batch_size") for event in failures)
+    return [size for size in sizes if size is not None]
 
 
-def failed_with_fewer(events: list[dict[str, Any]], *, machine: Machine, recipe: Recipe) -> bool:
-    """Whether an earlier start of a run, on as many of the same devices and with the same settings
-    but fewer collectives, ran out of memory."""
-    return any(
-        False in map(event.get, COLLECTIVES)
-        for event in _similar_failures(events, machine=machine, recipe=recipe)
-    )
-
-
-def failed_with_logits(events: list[Json], *, machine: Machine, recipe: Recipe) -> bool:
-    """Whether a similar start ran out of memory while it kept logits."""
-    return any(
-        event.get("keep_logits") is True
-        for event in _similar_failures(events, machine=machine, recipe=recipe)
-    )
-
-
-def _similar_failures(events: list[Json], *, machine: Machine, recipe: Recipe) -> Iterator[Json]:
+def _failures(recipe: Recipe, facts: Facts, *except_for: str) -> list[Json]:
     """Earlier starts of a run, on as many of the same devices and with the same settings, that ran
-    out of memory. Their collectives and kept logits may differ."""
-    same = recorded_settings(recipe, machine) | {"ranks": machine.ranks}
+    out of memory. Their collectives and kept logits may differ, and the settings `except_for`."""
+    assert facts.machine is not None
+    same = recorded_settings(recipe, facts.machine) | {"ranks": facts.ranks}
     same |= {"event": "failed", "reason": "out_of_memory"}
-    for key in ("keep_logits", *COLLECTIVES):
+    for key in ("keep_logits", *COLLECTIVES, *except_for):
         del same[key]
-    return (event for event in events if same.items() <= event.items())
+    return [
+        event
+        for event in facts.events
+        if all(event.get(name) == value for name, value in same.items())
+    ]

@@ -6,58 +6,25 @@ beside a key that excludes it. The commands that plan and a run (`run/resolve.py
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from launcher.planner.candidates import changes_between, overrides_between
 from launcher.planner.choice import (
-    Profiles,
-    choose,
     choose_collectives,
+    choose_compile,
+    choose_configuration,
     choose_logits,
-    choose_or_refuse,
-    failed_micro_batches,
-    failed_with_fewer,
-    failed_with_logits,
-    open_collectives,
 )
-from launcher.planner.machine import Machine
-from launcher.planner.profile import profile_model
+from launcher.planner.facts import Facts
 from launcher.planner.search import concrete
-from launcher.planner.sizes import Rows, choose_rate, choose_sizes
+from launcher.planner.sizes import choose_rate, choose_sizes
 from launcher.recipe.combinations import value_of
 from launcher.recipe.decisions import Choices, Derived, open_sizes, stands_for, with_value
 from launcher.recipe.schema import Recipe
 from launcher.recipe.section import AutoFloat, AutoInt
 from launcher.recipe.yaml_text import as_override
-from launcher.reliability.json_files import Json
-
-COST = "each block then launches some 60 more kernels in a micro-batch"
-"""Measured on null GPUs: 57 for a Llama block, 76 with full activation checkpointing."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Facts:
-    """What decisions are made from. None: not known yet."""
-
-    ranks: int
-    rows: Rows | str | None = None
-    """The rows of the training data, or why they cannot be counted."""
-    machine: Machine | None = None
-    why_eager: str | None = None
-    """Why blocks cannot be compiled on this machine; None: they can."""
-    profiles: Callable[[Recipe], Profiles] | None = None
-    """Sizes of the tensors of the model, for estimates of its memory."""
-    must_fit: bool = False
-    """Raise RecipeError, with what would help, if no configuration fits; False: leave `auto`."""
-    events: Sequence[Json] = ()
-    """Events of earlier starts of the run, some of which may have run out of memory."""
-    recorded: Mapping[str, Any] = field(default_factory=dict)
-    """The recipe of the checkpoint that the run resumes from; empty: none."""
-    exact: Mapping[str, Any] | None = None
-    """Section `strategy` of that recipe, if a resume with the same collectives is exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +36,9 @@ class Decision:
     """The last fact that must be known."""
     kept_on_resume: bool
     """Whether a run that resumes takes the values of its checkpoint, where it can."""
-    choose: Callable[[Recipe, Facts], tuple[Recipe, Choices] | None]
-    """The recipe with values in place of `auto`; None: there is nothing to choose, or it cannot be
-    chosen."""
+    choose: Callable[[Recipe, Facts], tuple[Recipe, str | Choices] | None]
+    """The recipe with values in place of `auto`, and the reason, or the choices with a reason each.
+    None: there is nothing to choose, or it cannot be chosen."""
 
     def open(self, recipe: Recipe) -> list[str]:
         """The keys that are `auto`."""
@@ -83,68 +50,8 @@ def is_auto(value: object) -> bool:
     return value == "auto" or isinstance(value, AutoInt | AutoFloat)
 
 
-def _rate(recipe: Recipe, facts: Facts) -> tuple[Recipe, Choices]:
-    return choose_rate(recipe)
-
-
-def _sizes(recipe: Recipe, facts: Facts) -> tuple[Recipe, Choices]:
-    assert facts.rows is not None
-    return choose_sizes(recipe, facts.rows, ranks=facts.ranks)
-
-
-def _compile(recipe: Recipe, facts: Facts) -> tuple[Recipe, Choices]:
-    """Compiled blocks round differently, so a run keeps the value of its checkpoint, unless that is
-    true and this machine cannot compile."""
-    assert facts.machine is not None
-    why, before = facts.why_eager, facts.recorded.get("model", {}).get("compile")
-    on, reason = why is None and before is not False, ""
-    if why is not None:
-        reason = f"{why}; {COST}" if facts.machine.device == "cuda" else why
-    elif not on:
-        reason = "as in the checkpoint; model.compile=true compiles from here on"
-    return with_value(recipe, "model.compile", on), {"model.compile": Derived(on, reason)}
-
-
-def _search(recipe: Recipe, facts: Facts) -> tuple[Recipe, Choices] | None:
-    """Micro-batch sizes that ran out of memory in an earlier start of the run, on as many of the same
-    devices, are not chosen again, nor are larger ones."""
-    assert facts.machine is not None
-    failures = failed_micro_batches([*facts.events], machine=facts.machine, recipe=recipe)
-    search = choose_or_refuse if facts.must_fit else choose
-    return _because(recipe, search(recipe, facts.machine, failed=min(failures, default=None)))
-
-
-def _collectives(recipe: Recipe, facts: Facts) -> tuple[Recipe, Choices] | None:
-    assert facts.machine is not None
-    assert facts.profiles is not None
-    if not open_collectives(recipe, ranks=facts.ranks):
-        return None
-    failed = failed_with_fewer([*facts.events], machine=facts.machine, recipe=recipe)
-    profiles = facts.profiles(recipe)
-    found = choose_collectives(recipe, facts.machine, profiles, earlier=facts.exact, failed=failed)
-    return _because(recipe, found)
-
-
-def _logits(recipe: Recipe, facts: Facts) -> tuple[Recipe, Choices] | None:
-    assert facts.machine is not None
-    assert facts.profiles is not None
-    if not facts.machine.memory:
-        return None
-    failed = failed_with_logits([*facts.events], machine=facts.machine, recipe=recipe)
-    found = choose_logits(recipe, facts.machine, facts.profiles(recipe), failed=failed)
-    return _because(recipe, found)
-
-
-def _because(before: Recipe, found: tuple[Recipe, str] | None) -> tuple[Recipe, Choices] | None:
-    """A choice, with what it changes: all for the same reason."""
-    if found is None:
-        return None
-    chosen, why = found
-    return chosen, {key: Derived(value, why) for key, value in changes_between(before, chosen)}
-
-
 RATE = Decision(
-    keys=("optimizer.learning_rate",), needs="recipe", kept_on_resume=True, choose=_rate
+    keys=("optimizer.learning_rate",), needs="recipe", kept_on_resume=True, choose=choose_rate
 )
 SIZES = Decision(
     keys=(
@@ -159,14 +66,16 @@ SIZES = Decision(
     ),
     needs="rows",
     kept_on_resume=True,
-    choose=_sizes,
+    choose=choose_sizes,
 )
-COMPILE = Decision(keys=("model.compile",), needs="machine", kept_on_resume=True, choose=_compile)
+COMPILE = Decision(
+    keys=("model.compile",), needs="machine", kept_on_resume=True, choose=choose_compile
+)
 SEARCH = Decision(
     keys=("strategy.kind", "batch.micro_batch_size"),
     needs="machine",
     kept_on_resume=False,
-    choose=_search,
+    choose=choose_configuration,
 )
 """It also chooses the keys of COLLECTIVES that are `auto`, and with the strategy the activation
 checkpointing."""
@@ -174,9 +83,11 @@ COLLECTIVES = Decision(
     keys=("strategy.sync_every_micro_batch", "strategy.reshard_after_forward"),
     needs="model",
     kept_on_resume=True,
-    choose=_collectives,
+    choose=choose_collectives,
 )
-LOGITS = Decision(keys=("model.keep_logits",), needs="model", kept_on_resume=False, choose=_logits)
+LOGITS = Decision(
+    keys=("model.keep_logits",), needs="model", kept_on_resume=False, choose=choose_logits
+)
 """The bits are the same with each value, so a run that resumes may choose again."""
 
 DECISIONS = (RATE, SIZES, COMPILE, SEARCH, COLLECTIVES, LOGITS)
@@ -204,8 +115,11 @@ def resolve(
     chosen = []
     for decision in decisions:
         if decision.open(recipe) and (found := decision.choose(recipe, facts)) is not None:
-            recipe, choices = found
-            chosen.append(choices)
+            before, (recipe, why) = recipe, found
+            if isinstance(why, str):  # for all that has changed
+                changes = changes_between(before, recipe)
+                why = {key: Derived(value, why) for key, value in changes}
+            chosen.append(why)
     return recipe, chosen
 
 
@@ -254,13 +168,3 @@ def choices_text(choices: Choices) -> str:
     """`KEY=VALUE KEY=VALUE: reason`, of choices that have the same reason."""
     (reason,) = {choice.reason for choice in choices.values()}
     return " ".join(overrides_of(choices)) + (f": {reason}" if reason else "")
-
-
-def profiled(machine: Machine) -> Callable[[Recipe], Profiles]:
-    """`Facts.profiles` for a plan."""
-
-    def profiles(recipe: Recipe) -> Profiles:
-        full = profile_model(recipe, device=machine.device)
-        return dataclasses.replace(full, saved={}), lambda: full
-
-    return profiles

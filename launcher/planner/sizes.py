@@ -17,17 +17,16 @@ from typing import Any
 import numpy as np
 
 from launcher.data.encoder import make_encoder
-from launcher.data.held_out import held_out
 from launcher.data.image_inputs import images_of
 from launcher.data.packing import text_lengths
 from launcher.data.sources import find_parts
-from launcher.data.store_files import Hashes
 from launcher.data.token_store import ModelInputs, TokenStore, open_store, store_rows
 from launcher.data.tokenizer import tokenizer_name
 from launcher.distributed.rank_layout import layout_sizes
 from launcher.errors import RecipeError, first_line
 from launcher.models.build import make_config
-from launcher.planner.duration import time_text
+from launcher.planner.facts import Facts, Rows
+from launcher.planner.speed import time_text
 from launcher.recipe import schema
 from launcher.recipe.decisions import Choices, Derived, open_sizes, stands_for, with_value
 from launcher.recipe.hub import config_file
@@ -73,38 +72,6 @@ COUNTED_BYTES = 64 << 20
 """A command that does not train looks at the first rows of larger files only."""
 LOOKED_AT = 2000
 """These first rows."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of the training data: documents, pairs or answers."""
-
-    lengths: Any
-    """Tokens of each row, (rows,); of a pair, those of its longer answer with the prompt."""
-    hashes: Hashes | None = None
-    """Hashes of the rows, which decide the rows that are held out; None: not known."""
-    scale: float = 1.0
-    """Rows of the data / rows that were counted; more than 1 is an estimate."""
-
-    @property
-    def count(self) -> int:
-        """Rows of the data."""
-        return round(len(self.lengths) * self.scale)
-
-    def trained(self, share: float, longest: int | None) -> int:
-        """Rows that are trained, if this share is held out, and longer ones are dropped."""
-        fits = np.ones(len(self.lengths), dtype=bool)
-        if longest is not None:
-            fits = self.lengths <= longest
-        if not share or self.hashes is None:
-            return max(1, round(int(fits.sum()) * self.scale * (1 - share)))
-        return max(1, int((fits & ~held_out(self.hashes, share)).sum()))
-
-    def text(self) -> str:
-        """`60 rows of 57 tokens on average`."""
-        about = "" if self.scale == 1.0 else "about "
-        mean = float(self.lengths.mean())
-        return f"{about}{self.count:,} rows of {mean:,.0f} tokens on average"
 
 
 def why_not_counted(recipe: Recipe) -> str | None:
@@ -194,14 +161,12 @@ def _texts(data: schema.Data) -> int:
     return 2 if data.batch_unit == "pairs" else 1
 
 
-def choose_sizes(recipe: Recipe, rows: Rows | str, *, ranks: int) -> tuple[Recipe, Choices]:
-    """Replaces each size that is `auto`. rows: a text: they are not known, and why; then each size is
-    what `auto` stands for.
-
-    Raises RecipeError if there are fewer rows than ranks.
-    """
+def choose_sizes(recipe: Recipe, facts: Facts) -> tuple[Recipe, Choices]:
+    """Replaces each size that is `auto`: if the rows are not known, by what `auto` stands for. Raises
+    RecipeError if there are fewer rows than ranks."""
+    assert facts.rows is not None
     choices = {}
-    for key, value, why in _choices(recipe, rows, ranks=ranks):
+    for key, value, why in _choices(recipe, facts.rows, ranks=facts.ranks):
         recipe = with_value(recipe, key, value)
         choices[key] = Derived(value, why)
     if "data.packing" in open_sizes(recipe):  # rows are packed, as usual
@@ -418,7 +383,7 @@ def _batch(wanted: int, samples: int, train: int, groups: int, *, unit: str) -> 
     return size, f"{samples:,} {unit}, so an epoch has about {steps:,} steps{each}"
 
 
-def choose_rate(recipe: Recipe) -> tuple[Recipe, Choices]:
+def choose_rate(recipe: Recipe, facts: Facts) -> tuple[Recipe, Choices]:
     """Replaces `optimizer.learning_rate: auto`, by the width of the model."""
     rate, why = _learning_rate(recipe)
     key = "optimizer.learning_rate"

@@ -22,22 +22,22 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
 from launcher.files import replace_text
-from launcher.planner.choice import Profiles, estimates, open_collectives
+from launcher.planner.choice import estimates, open_collectives
 from launcher.planner.decisions import (
     COLLECTIVES,
     COMPILE,
     SEARCH,
     SIZES,
-    Facts,
     choices_text,
     needing,
     overrides_of,
     resolve,
     settled,
 )
+from launcher.planner.facts import Facts, Profiles, Rows
 from launcher.planner.machine import Machine, known_machine
 from launcher.planner.plan import estimated_plan
-from launcher.planner.sizes import Rows, count_rows, open_stores, sizes_text, why_not_counted
+from launcher.planner.sizes import count_rows, open_stores, sizes_text, why_not_counted
 from launcher.recipe.combinations import value_of
 from launcher.recipe.decisions import Choices, open_sizes, with_recorded, with_value
 from launcher.recipe.load import to_yaml

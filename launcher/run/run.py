@@ -28,8 +28,8 @@ from launcher.models.config_keys import check_config_keys
 from launcher.objectives.base import dataset_objective
 from launcher.planner.choice import profiles_of
 from launcher.planner.decisions import SEARCH
-from launcher.planner.duration import faster_text, seconds_of_steps, time_text
 from launcher.planner.sizes import check_repeats
+from launcher.planner.speed import faster_text, seconds_of_steps, time_text
 from launcher.recipe.decisions import open_sizes
 from launcher.recipe.load import LoadedRecipe
 from launcher.reliability.failures import FailureWatch

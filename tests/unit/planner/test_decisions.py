@@ -14,13 +14,12 @@ from launcher.planner.decisions import (
     RATE,
     SEARCH,
     SIZES,
-    Facts,
     is_auto,
-    profiled,
     resolve,
     resolve_for_plan,
     settled,
 )
+from launcher.planner.facts import Facts
 from launcher.planner.machine import known_machine
 from launcher.recipe import decisions as of_recipe
 from launcher.recipe.combinations import value_of
@@ -114,7 +113,7 @@ def test_nothing_is_auto_in_a_resolved_recipe(here, words, gpu):
         rows="not here",
         machine=on,
         why_eager=why_eager(on.device),
-        profiles=profiled(on),
+        profiles=choice.profiled(on),
     )
     resolved, chosen = resolve(recipe, facts, DECISIONS)
     last = settled(resolved)

@@ -9,8 +9,9 @@ import pytest
 from launcher.cli import plan as command
 from launcher.errors import RecipeError, TrainingError
 from launcher.planner import fastest
-from launcher.planner.choice import choose
-from launcher.planner.decisions import Facts, profiled, resolve_for_plan
+from launcher.planner.choice import choose_configuration, profiled
+from launcher.planner.decisions import resolve_for_plan
+from launcher.planner.facts import Facts
 from launcher.planner.formatting import measured_text
 from launcher.planner.measurement import median_step
 from launcher.recipe.schema import ActivationCheckpointing, Batch, MixedPrecision, Strategy
@@ -99,10 +100,10 @@ def test_auto_uses_the_fastest_measured_configuration(trials, auto_recipe):
     assert (chosen.strategy.kind, chosen.batch.micro_batch_size) == ("ddp", 8)
     assert "The fastest measured, on " in why
     assert f"131,072 tokens/s ({found['file']})" in why
-    assert choose(auto_recipe, machine()) == (chosen, why)
     note = f"auto stands for batch.micro_batch_size=8 strategy.kind=ddp: {why}"
     overrides = ["batch.micro_batch_size=8", "strategy.kind=ddp"]
     facts = Facts(ranks=machine().ranks, machine=machine(), profiles=profiled(machine()))
+    assert choose_configuration(auto_recipe, facts) == (chosen, why)
     assert resolve_for_plan(auto_recipe, facts, logits=False) == (chosen, overrides, [note])
 
 

@@ -17,7 +17,9 @@ from launcher.distributed.hardware import find_gpu
 from launcher.planner import choice, measurement, plan, search
 from launcher.planner import machine as machines
 from launcher.planner.candidates import overrides_between
-from launcher.planner.decisions import Facts, profiled, resolve_for_plan
+from launcher.planner.choice import profiled
+from launcher.planner.decisions import resolve_for_plan
+from launcher.planner.facts import Facts
 from launcher.planner.formatting import (
     NAMES,
     as_text,

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from launcher.errors import RecipeError
-from launcher.planner.decisions import Facts, needing, resolve
+from launcher.planner.decisions import needing, resolve
+from launcher.planner.facts import Facts, Rows
 from launcher.planner.sizes import (
-    Rows,
     check_repeats,
     choose_rate,
     choose_sizes,
@@ -177,8 +177,8 @@ def test_without_rows_the_usual_sizes_count(here):
     recipe = loaded()
     assert open_sizes(recipe.recipe)
     assert to_yaml(recipe.recipe).count(": auto\n") >= 8
-    rated, _ = choose_rate(recipe.recipe)
-    usual, choices = choose_sizes(rated, "why", ranks=6)
+    facts = Facts(ranks=6, rows="why")
+    usual, choices = choose_sizes(choose_rate(recipe.recipe, facts)[0], facts)
     assert summary(usual) == (36, True, 2048, 0.02, 2)
     assert sizes_text("why", [choices]).startswith("auto: the usual sizes: why\n")
     assert "not here" in rows_here(recipe.recipe)  # there is no tokenizer
