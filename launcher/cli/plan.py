@@ -29,7 +29,7 @@ from launcher.planner.formatting import as_text
 from launcher.planner.machine import Machine
 from launcher.planner.page import write_plan
 from launcher.planner.plan_as_json import as_json
-from launcher.recipe.load import load_recipe
+from launcher.recipe.load import LoadedRecipe, load_recipe
 from launcher.reliability.json_files import Json
 
 _Nodes = Annotated[int, option("Nodes.", "N")]
@@ -105,17 +105,17 @@ def plan(
         host_memory=host_memory,
         rates=None if rates is None else machines.read_rates(rates),
     )
-    recipe = load_recipe(overrides, ranks=machine.ranks, files=False).recipe
+    loaded = load_recipe(overrides, ranks=machine.ranks, files=False)
     if out is not None:
         make_parent_of_file(out, "out")
     if verify and measure_fastest:
         raise RecipeError("command line: verify, measure: give one of them")
     if verify or measure_fastest:
         machine = _this_machine(machine, "verify" if verify else "measure", gpu)
-    set_compile_cache(cache_folder(recipe.data.cache))
+    set_compile_cache(cache_folder(loaded.recipe.data.cache))
     try:
         arguments = (notes, search and not verify, verify, measure_fastest, print_json)
-        report = copy_context().run(_report, overrides, machine, *arguments)
+        report = copy_context().run(_report, loaded, overrides, machine, *arguments)
     except TrainingError as error:
         print(error, file=sys.stderr)
         return EXIT_FAILED
@@ -130,6 +130,7 @@ def plan(
 
 
 def _report(
+    loaded: LoadedRecipe,
     overrides: list[str],
     machine: Machine,
     notes: list[str],
@@ -160,7 +161,6 @@ def _report(
     if not notes:  # not for the GPUs of this machine
         planned_gpu.set(machine.name)
     gc.freeze()  # collections would scan the imported modules again and again
-    loaded = load_recipe(overrides, ranks=machine.ranks, files=False)
     check_config_keys(loaded)
     recipe, progress = loaded.recipe, partial(working, quiet=quiet)
     if not (verify or measure_fastest):

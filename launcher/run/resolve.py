@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar, cast
 
 import torch
@@ -85,7 +85,7 @@ def detect_machine(ranks: RankLayout, environment: Environment) -> Machine:
         cores=max(1, min(node_cores) * per_node // on_node),
     )
     host = _least(hosts)
-    return dataclasses.replace(
+    return replace(
         machine,
         memory=_least(memories),
         host_memory=None if host is None else host * per_node,
@@ -157,8 +157,7 @@ def resolve_by_rows(
     earlier = from_rank_0(recorded_recipe(run, start) if ranks.rank == 0 else {}, ranks.group)
     if earlier:
         resumed = with_recorded(recipe, earlier)
-        if ranks.rank == 0:  # the start wrote `auto`
-            _write(resumed, run)
+        _write(resumed, ranks, run)  # the start wrote `auto`
         return resumed
     rows: Rows | str | None = None
     if SIZES.open(recipe):
@@ -168,18 +167,14 @@ def resolve_by_rows(
         elif rows is None:  # wait until they are tokenized, which may take longer than a collective
             for _ in open_stores(recipe, build=build):
                 pass
-
-    def decide() -> Recipe:
-        facts = Facts(ranks=ranks.size, rows=rows)
-        sized, chosen = resolve(recipe, facts, needing("recipe", "rows"))
-        _write(sized, run)
+    facts = Facts(ranks=ranks.size, rows=rows)
+    sized, chosen = _on_rank_0(lambda: resolve(recipe, facts, needing("recipe", "rows")), ranks)
+    if ranks.rank == 0:
         logger.info(sizes_text(rows, chosen))
-        return sized
-
-    sized = _on_rank_0(decide, ranks)
     # This rank's own folders, caches and loader processes, with rank 0's sizes
     for key in open_sizes(recipe):
         recipe = with_value(recipe, key, value_of(sized, key))
+    _write(recipe, ranks, run)
     return recipe
 
 
@@ -200,8 +195,8 @@ def resolve_by_machine(
         lines = "".join(f"\n      {override}" for override in overrides_of(choices))
         logger.info(f"auto: {why}{lines}")
         recipe = _with_own(chosen, recipe)
-    if recipe is not written and ranks.rank == 0:
-        _write(recipe, run)
+    if recipe is not written:
+        _write(recipe, ranks, run)
     return recipe
 
 
@@ -250,34 +245,27 @@ def resolve_by_model(
     if not any(decision.open(recipe) for decision in decisions):
         return recipe
 
-    def decide() -> tuple[Recipe, list[Choices]]:
+    facts = Facts(ranks=machine.ranks, machine=machine, profiles=lambda _: profiles())
+    if ranks.rank == 0:
         exact = None
         if open_collectives(recipe, ranks=machine.ranks):
             same = {*COLLECTIVES.keys}
             exact = earlier_strategy(recipe, run, start, ranks=machine.ranks, except_for=same)
-        facts = Facts(
-            ranks=machine.ranks,
-            machine=machine,
-            profiles=lambda _: profiles(),
-            events=run.read_events(),
-            exact=exact,
-        )
-        chosen, every = resolve(recipe, facts, decisions)
-        if every:
-            _write(chosen, run)
-        return chosen, every
-
-    chosen, every = _on_rank_0(decide, ranks)
+        facts = replace(facts, events=run.read_events(), exact=exact)
+    chosen, every = _on_rank_0(lambda: resolve(recipe, facts, decisions), ranks)
     for choices in every:
         logger.info(f"auto: {choices_text(choices)}")
-    return _with_own(chosen, recipe)
+    recipe = _with_own(chosen, recipe)
+    if every:
+        _write(recipe, ranks, run)
+    return recipe
 
 
 def settle(recipe: Recipe, *, ranks: RankLayout, run: RunFolder) -> Recipe:
     """The recipe without any `auto`, as `settled` makes it. Writes it to RUN_DIR/recipe.yaml."""
     resolved, recipe = recipe, settled(recipe)
-    if ranks.rank == 0 and to_yaml(recipe) != to_yaml(resolved):
-        _write(recipe, run)
+    if to_yaml(recipe) != to_yaml(resolved):
+        _write(recipe, ranks, run)
     return recipe
 
 
@@ -298,10 +286,11 @@ def _on_rank_0(decide: Callable[[], Answer], ranks: RankLayout) -> Answer:
 def _with_own(chosen: Recipe, own: Recipe) -> Recipe:
     """Rank 0's recipe with the sections of this rank that no choice changes: machines may have
     other folders, caches and loader processes."""
-    model = dataclasses.replace(chosen.model, path=own.model.path)
-    return dataclasses.replace(chosen, run=own.run, model=model, lora=own.lora, data=own.data)
+    model = replace(chosen.model, path=own.model.path)
+    return replace(chosen, run=own.run, model=model, lora=own.lora, data=own.data)
 
 
-def _write(recipe: Recipe, run: RunFolder) -> None:
-    run.check()
-    replace_text(run.path / "recipe.yaml", to_yaml(recipe), durable=True)
+def _write(recipe: Recipe, ranks: RankLayout, run: RunFolder) -> None:
+    if ranks.rank == 0:
+        run.check()
+        replace_text(run.path / "recipe.yaml", to_yaml(recipe), durable=True)

@@ -301,7 +301,7 @@ def test_auto_is_the_same_on_all_ranks_and_after_a_restart(
     monkeypatch.setattr(resolve, "recorded_recipe", lambda run, start: recorded)
     ranks = SimpleNamespace(rank=0, size=2, group=None, device=torch.device("cuda"))
     recipe = dataclasses.replace(RECIPE, model=dataclasses.replace(RECIPE.model, compile="auto"))
-    monkeypatch.setattr(resolve, "_write", lambda recipe, run: None)
+    monkeypatch.setattr(resolve, "_write", lambda recipe, ranks, run: None)
     here = known_machine("h100", nodes=1, gpus_per_node=2)
     more = {"start": Latest(), "ranks": ranks, "run": None}
     resolved = resolve.resolve_by_machine(recipe, here, **more)

@@ -263,7 +263,7 @@ def test_a_rate_alone_needs_no_rows(folder, monkeypatch):
     monkeypatch.setattr("launcher.run.resolve.count_rows", None)
     monkeypatch.setattr("launcher.run.resolve.from_rank_0", lambda value, group: value)
     monkeypatch.setattr("launcher.run.resolve.recorded_recipe", lambda run, start: {})
-    monkeypatch.setattr("launcher.run.resolve._write", lambda recipe, run: None)
+    monkeypatch.setattr("launcher.run.resolve._write", lambda recipe, ranks, run: None)
     ranks = SimpleNamespace(rank=0, size=1, group=None)
     sized = resolve_by_rows(recipe, start=None, ranks=ranks, run=None, build=True)
     assert not open_sizes(sized)
