@@ -326,8 +326,8 @@ def recorded_settings(recipe: Recipe, machine: Machine) -> Json:
 
 
 def failed_micro_batches(recipe: Recipe, facts: Facts) -> list[int]:
-    """Micro-batch sizes that ran out of memory in such starts, if that of the recipe is `auto`. With
-    strategy `auto` checkpointing and offload may differ."""
+    """Micro-batch sizes of `_failures`, if that of the recipe is `auto`. With strategy `auto`
+    checkpointing and offload may differ."""
     if recipe.batch.micro_batch_size != "auto":
         return []
     others = ("checkpointing", "cpu_offload") if recipe.strategy.kind == "auto" else ()

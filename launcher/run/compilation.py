@@ -1,4 +1,4 @@
-"""`model.compile` in a run: replaces `auto`, and logs how long blocks are compiled."""
+"""`model.compile` in a run: logs how long blocks are compiled."""
 
 from __future__ import annotations
 

@@ -182,7 +182,7 @@ def resolve_by_machine(
     recipe: Recipe, machine: Machine, *, start: Start, ranks: RankLayout, run: RunFolder
 ) -> Recipe:
     """The recipe with rank 0's choice in place of `auto` in the keys that depend on the machine;
-    every rank must call this. `start` is `Decision.start`. Writes the recipe to RUN_DIR/recipe.yaml.
+    every rank must call this. `start` is `resume.Decision.start`. Writes the recipe to RUN_DIR/recipe.yaml.
 
     Raises RecipeError if nothing fits, TrainingError if planning fails.
     """
@@ -240,7 +240,7 @@ def resolve_by_model(
     run: RunFolder,
 ) -> Recipe:
     """The recipe with rank 0's choice in place of `auto` in the keys that depend on the model; every
-    rank must call this. `start` is `Decision.start`. Writes the recipe to RUN_DIR/recipe.yaml."""
+    rank must call this. `start` is `resume.Decision.start`. Writes the recipe to RUN_DIR/recipe.yaml."""
     decisions = needing("model")
     if not any(decision.open(recipe) for decision in decisions):
         return recipe

@@ -80,12 +80,13 @@ def test_imports_go_downwards_without_cycles():
 
 
 WINGS = ("planner", "slurm", "diagnostics", "cli")
-"""Packages that a run does not need, apart from two modules that ask the plan."""
+"""Packages that a run does not need, apart from three modules that ask the plan."""
 USE_THE_PLAN = ("run.resolve", "run.run", "run.out_of_memory")
 
 
 def test_the_core_imports_no_wing():
-    """`run.resolve` replaces `auto`, and `run.out_of_memory` explains a failure."""
+    """`run.resolve` replaces `auto`, `run.run` logs the time of a run, and `run.out_of_memory` explains
+    a failure."""
     found = {
         module_name(file): {package_of(name) for name in imports(file)} & {*WINGS}
         for file in FILES
