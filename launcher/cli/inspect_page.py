@@ -36,9 +36,9 @@ from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives.base import count_attachments, dataset_objective
 from launcher.objectives.make import make_objective
+from launcher.planner.sizes import model_inputs
 from launcher.recipe.layouts import ATTACHMENTS
 from launcher.recipe.schema import Batch, Recipe
-from launcher.run.sizes import model_inputs
 from launcher.sources.finding import find_parts
 from launcher.sources.rows import read_all
 from launcher.training.model import width_multiple

@@ -63,8 +63,8 @@ def _tokenize(recipe: Recipe, files: DataFiles) -> None:
     from launcher.data.problems import causes
     from launcher.data.token_store import open_store
     from launcher.data.tokenizer import tokenizer_name
+    from launcher.planner.sizes import model_inputs
     from launcher.recipe.layouts import unused_line
-    from launcher.run.sizes import model_inputs
 
     store = open_store(
         files.patterns,

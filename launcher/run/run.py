@@ -26,23 +26,18 @@ from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError,
 from launcher.files import remove_leftovers
 from launcher.models.config_keys import check_config_keys
 from launcher.objectives.base import dataset_objective
+from launcher.planner.choice import profiles_of
+from launcher.planner.decisions import SEARCH
+from launcher.planner.sizes import check_repeats
+from launcher.planner.speed import faster_text, seconds_of_steps, time_text
+from launcher.recipe.decisions import open_sizes
 from launcher.recipe.load import LoadedRecipe
-from launcher.recipe.validate import open_keys, open_sizes
 from launcher.reliability.failures import FailureWatch
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
 from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch
 from launcher.run.agreement import compare_content, compare_recipes
-from launcher.run.auto import (
-    detect_machine,
-    faster_text,
-    profiles_of,
-    resolve_auto,
-    resolve_collectives,
-    seconds_of_steps,
-    warn_of_memory,
-)
 from launcher.run.checkpoint_manager import CheckpointManager
 from launcher.run.compilation import Compilation
 from launcher.run.garbage import GarbageCollection
@@ -50,10 +45,13 @@ from launcher.run.out_of_memory import MemoryPostMortem
 from launcher.run.profiling import make_profiler
 from launcher.run.recorder import StepRecorder
 from launcher.run.reporting import Reporter
-from launcher.run.sizes import (
-    check_repeats,
-    resolve_sizes,
-    time_text,
+from launcher.run.resolve import (
+    detect_machine,
+    resolve_by_machine,
+    resolve_by_model,
+    resolve_by_rows,
+    settle,
+    warn_of_memory,
 )
 from launcher.run.summary import describe_start, summarize
 from launcher.strategies.base import compute_dtype, offloads_parameters
@@ -267,10 +265,10 @@ class TrainingRun:
         machine = detect_machine(ranks, rank.environment)
         if open_sizes(loaded.recipe):
             self._progress.heartbeat("data")
-        sized = resolve_sizes(
+        sized = resolve_by_rows(
             loaded.recipe, start=start, ranks=ranks, run=run, build=rank.environment.local_rank == 0
         )
-        recipe = resolve_auto(sized, machine, start=start, ranks=ranks, run=run)
+        recipe = resolve_by_machine(sized, machine, start=start, ranks=ranks, run=run)
         self._recipe = recipe
         rank.post_mortem.resolved(recipe, machine)
         self._check_device(loaded)
@@ -279,20 +277,21 @@ class TrainingRun:
         profiles = profiles_of(recipe, prepared, machine)
         self._plan = profiles, machine
         planned = recipe
-        recipe = resolve_collectives(recipe, profiles, machine, start=start, ranks=ranks, run=run)
+        recipe = resolve_by_model(recipe, profiles, machine, start=start, ranks=ranks, run=run)
         warn_of_memory(
             recipe,
             profiles,
             machine,
             # A choice has traced the model; without one, a trace would delay the start
-            exact=bool(open_keys(sized)) or recipe != planned,
+            exact=bool(SEARCH.open(sized)) or recipe != planned,
             ranks=ranks,
             environment=rank.environment,
         )
+        rank.post_mortem.resolved(recipe, machine)  # a search leaves keys without effect `auto`
+        recipe = settle(recipe, ranks=ranks, run=run)
         if recipe.data.date is None and recipe.data.builder is None:
             recipe = replace(recipe, data=replace(recipe.data, date=first_day))
         self._recipe = recipe
-        rank.post_mortem.resolved(recipe, machine)
         return prepared
 
     def _check_device(self, loaded: LoadedRecipe) -> None:

@@ -95,12 +95,13 @@ def test_imports_go_downwards_without_cycles():
 
 
 WINGS = ("planner", "slurm", "diagnostics", "cli")
-"""Packages that a run does not need, apart from two modules that ask the plan."""
-USE_THE_PLAN = ("run.auto", "run.out_of_memory")
+"""Packages that a run does not need, apart from three modules that ask the plan."""
+USE_THE_PLAN = ("run.resolve", "run.run", "run.out_of_memory")
 
 
 def test_the_core_imports_no_wing():
-    """`run.auto` chooses a configuration, and `run.out_of_memory` explains a failure."""
+    """`run.resolve` replaces `auto`, `run.run` logs the time of a run, and `run.out_of_memory` explains
+    a failure."""
     found = {
         module_name(file): {package_of(name) for name in imports(file)} & {*WINGS}
         for file in FILES
@@ -174,8 +175,8 @@ WHOLE_RECIPE = {
     "diagnostics": "selftest",
     "models": "config_keys",
     "objectives": "answers base distillation kto make masked next_token preference teacher",
-    "planner": "candidates estimate fastest formatting known_models measurement plan plan_as_json profile recipe_values search speed"
-    " trace work",
+    "planner": "candidates choice decisions estimate facts fastest formatting known_models measurement plan plan_as_json"
+    " profile recipe_values search sizes speed trace work",
     "training": "model setup",
 }
 """Modules outside `recipe`, `cli` and `run` whose signatures or fields may name `Recipe`. They plan,

@@ -12,6 +12,7 @@ from launcher.console import bytes_as_text
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
 from launcher.errors import TrainingError
+from launcher.models.micro_batch import MicroBatch
 from launcher.recipe.schema import Batch
 from launcher.reliability.causes import ran_out_of_memory
 from launcher.reliability.failures import FailureWatch
@@ -22,6 +23,7 @@ from launcher.run import out_of_memory
 from launcher.run.out_of_memory import (
     DeviceMemory,
     MemoryPostMortem,
+    failing_module,
     requested_bytes,
     take_inventory,
 )
@@ -356,3 +358,21 @@ def test_oom_killer_is_reported_if_its_counter_rose(tmp_path, monkeypatch, error
     assert console.getvalue().count("was ended") == 1
     (event,) = read_jsonl(run.events)
     assert (event["reason"], event["micro_batch_size"], event["ranks"]) == ("out_of_memory", 4, 2)
+
+
+def test_the_module_and_the_shape_where_memory_ran_out():
+    class Layer(torch.nn.Module):
+        def forward(self, ids):
+            raise MemoryError
+
+    model = torch.nn.Sequential(torch.nn.Identity(), Layer())
+
+    def loss(model, micro_batch):
+        return model(micro_batch.inputs["input_ids"])
+
+    ids = torch.zeros(8, 32, dtype=torch.long)
+    try:
+        loss(model, MicroBatch(inputs={"input_ids": ids}))
+    except MemoryError as error:
+        found = failing_module(error.__traceback__, model)
+    assert found == ("1", "input_ids 8 x 32")
