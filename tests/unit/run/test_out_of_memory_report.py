@@ -23,7 +23,6 @@ from launcher.run import out_of_memory
 from launcher.run.out_of_memory import (
     DeviceMemory,
     MemoryPostMortem,
-    failing_module,
     requested_bytes,
     take_inventory,
 )
@@ -128,9 +127,9 @@ def examine_failure(
     post_mortem.resolved(recipe, on or machine())
     model, optimizer = trained()
     post_mortem.built(model, optimizer)
-    micro_batch = {"input_ids": torch.ones(4, 8)}
+    micro_batch = MicroBatch(inputs={"input_ids": torch.ones(4, 8)})
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        model(micro_batch["input_ids"])
+        model(micro_batch.inputs["input_ids"])
     return post_mortem.examine(caught.value, step=2, phase=phase, micro_batch=2)
 
 
@@ -358,21 +357,3 @@ def test_oom_killer_is_reported_if_its_counter_rose(tmp_path, monkeypatch, error
     assert console.getvalue().count("was ended") == 1
     (event,) = read_jsonl(run.events)
     assert (event["reason"], event["micro_batch_size"], event["ranks"]) == ("out_of_memory", 4, 2)
-
-
-def test_the_module_and_the_shape_where_memory_ran_out():
-    class Layer(torch.nn.Module):
-        def forward(self, ids):
-            raise MemoryError
-
-    model = torch.nn.Sequential(torch.nn.Identity(), Layer())
-
-    def loss(model, micro_batch):
-        return model(micro_batch.inputs["input_ids"])
-
-    ids = torch.zeros(8, 32, dtype=torch.long)
-    try:
-        loss(model, MicroBatch(inputs={"input_ids": ids}))
-    except MemoryError as error:
-        found = failing_module(error.__traceback__, model)
-    assert found == ("1", "input_ids 8 x 32")
