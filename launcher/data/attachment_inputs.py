@@ -14,8 +14,8 @@ from torch import nn
 
 from launcher.data.images import RowImages
 from launcher.data.modality import Arrays, Modality
-from launcher.models.applied import applied
 from launcher.models.micro_batch import MicroBatch, RowPart
+from launcher.models.record import record_of
 from launcher.models.tower_inputs import form_of
 from launcher.models.towers import takes_attachments, token_types
 from launcher.recipe import schema
@@ -65,7 +65,7 @@ class ModelAttachments:
         """The same for a model with `Towers`."""
         if not self.modalities:
             return self
-        towers = applied(model).towers
+        towers = record_of(model).towers
         assert towers is not None
         made = (replace(one, tower=towers.kinds[one.kind].inputs) for one in self.modalities)
         return replace(

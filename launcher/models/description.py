@@ -10,8 +10,8 @@ from torch import nn
 
 from launcher.libraries import families
 from launcher.libraries.private import block_classes
-from launcher.models.applied import applied
 from launcher.models.names import clean_name
+from launcher.models.record import record_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -83,8 +83,8 @@ class ModelDescription:
 
 def describe(model: nn.Module) -> ModelDescription:
     """The description of a model. It is made at the first call, before adapters are added, and is part
-    of the model's record (`applied`)."""
-    record = applied(model)
+    of the model's record (`record_of`)."""
+    record = record_of(model)
     if record.description is None:
         record.description = _describe(model)
     return record.description

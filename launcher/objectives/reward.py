@@ -15,10 +15,10 @@ from launcher.data.collation import NOTHING, Collated, Piece, RowInputs, Sample,
 from launcher.data.dataset import SequenceDataset
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
-from launcher.models.applied import applied
 from launcher.models.head import Head, Transform
 from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.models.predictions import logits
+from launcher.models.record import record_of
 from launcher.objectives.answers import Pairs
 from launcher.objectives.base import Example
 from launcher.objectives.loss import by_source
@@ -45,7 +45,7 @@ class Reward(Pairs):
                 f"model.task: reward: {type(model).__name__} does not score each token (it has no "
                 "module `score`); give a causal language model, such as llama or qwen3"
             )
-        applied(model).head = Head(model.score, Transform())
+        record_of(model).head = Head(model.score, Transform())
 
     def for_model(self, data: schema.Data, model: ModelInputs) -> Reward:
         """With the model's id for padding."""

@@ -33,10 +33,10 @@ from launcher.distributed.process_group import from_rank_0, gather
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError, TrainingError
 from launcher.files import checksum_of
-from launcher.models.applied import applied
 from launcher.models.description import describe
 from launcher.models.head import computes_loss
 from launcher.models.micro_batch import MicroBatch
+from launcher.models.record import record_of
 from launcher.objectives.kept_files import TeacherFile, top_k_dtype
 from launcher.objectives.sweeps import rows_in_order
 from launcher.recipe import schema
@@ -233,7 +233,7 @@ def checked_teacher(
     _check_vocabulary(recipe, *sizes, planned=planned)
     theirs, ours = (
         each.masking + (" and in recurrent layers" if each.recurrent else "")
-        for each in (applied(teacher.model), applied(own.model))
+        for each in (record_of(teacher.model), record_of(own.model))
     )
     if theirs != ours:
         what = f"keeps packed documents apart by {theirs}, the model by {ours}"

@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 
 import torch
 
-from launcher.checkpoint.resume import Start, earlier_strategy, recorded_recipe
+from launcher.checkpoint.resume import ResumePoint, earlier_strategy, recorded_recipe
 from launcher.console import bytes_as_text
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
@@ -145,7 +145,7 @@ def _least(sizes: Sequence[int | None]) -> int | None:
 
 
 def resolve_by_rows(
-    recipe: Recipe, *, start: Start, ranks: RankLayout, run: RunFolder, build: bool
+    recipe: Recipe, *, start: ResumePoint, ranks: RankLayout, run: RunFolder, build: bool
 ) -> Recipe:
     """The recipe with rank 0's choice in place of each size that is `auto`; every rank must call
     this. A resumed run keeps the sizes of its checkpoint. Writes the recipe to RUN_DIR/recipe.yaml.
@@ -179,10 +179,10 @@ def resolve_by_rows(
 
 
 def resolve_by_machine(
-    recipe: Recipe, machine: Machine, *, start: Start, ranks: RankLayout, run: RunFolder
+    recipe: Recipe, machine: Machine, *, start: ResumePoint, ranks: RankLayout, run: RunFolder
 ) -> Recipe:
     """The recipe with rank 0's choice in place of `auto` in the keys that depend on the machine;
-    every rank must call this. `start` is `resume.Decision.start`. Writes the recipe to RUN_DIR/recipe.yaml.
+    every rank must call this. `start` is `ResumeDecision.start`. Writes the recipe to RUN_DIR/recipe.yaml.
 
     Raises RecipeError if nothing fits, TrainingError if planning fails.
     """
@@ -201,7 +201,7 @@ def resolve_by_machine(
 
 
 def _resolve_compile(
-    recipe: Recipe, machine: Machine, *, start: Start, ranks: RankLayout, run: RunFolder
+    recipe: Recipe, machine: Machine, *, start: ResumePoint, ranks: RankLayout, run: RunFolder
 ) -> Recipe:
     reasons = gather(why_eager(ranks.device, check_triton=True), ranks.group)
     recorded = from_rank_0(recorded_recipe(run, start) if ranks.rank == 0 else {}, ranks.group)
@@ -235,12 +235,12 @@ def resolve_by_model(
     profiles: Callable[[], Profiles],
     machine: Machine,
     *,
-    start: Start,
+    start: ResumePoint,
     ranks: RankLayout,
     run: RunFolder,
 ) -> Recipe:
     """The recipe with rank 0's choice in place of `auto` in the keys that depend on the model; every
-    rank must call this. `start` is `resume.Decision.start`. Writes the recipe to RUN_DIR/recipe.yaml."""
+    rank must call this. `start` is `ResumeDecision.start`. Writes the recipe to RUN_DIR/recipe.yaml."""
     decisions = needing("model")
     if not any(decision.open(recipe) for decision in decisions):
         return recipe

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-from launcher.checkpoint.resume import Fresh, Latest, Resumed, Start
+from launcher.checkpoint.resume import Fresh, Latest, Resumed, ResumePoint
 from launcher.checkpoint.state import BeforeStep
 from launcher.console import configure_logging, program, task
 from launcher.data.batching import Position
@@ -90,7 +90,7 @@ def train(
     run: RunFolder,
     stop: StopRequest,
     *,
-    start: Start | None,
+    start: ResumePoint | None,
     before: str,
 ) -> int:
     """Joins the other ranks and trains with them. Returns the exit status. `start` is, on rank 0,
@@ -155,7 +155,7 @@ def check_loss(training: Training) -> list[str]:
 class TrainingRun:
     """A run on this rank: `auto` resolved, everything built, the checkpoint loaded."""
 
-    def __init__(self, loaded: LoadedRecipe, rank: Rank, *, start: Start | None) -> None:
+    def __init__(self, loaded: LoadedRecipe, rank: Rank, *, start: ResumePoint | None) -> None:
         self._rank, self._ranks, self._progress = rank, rank.ranks, rank.progress
         self._recipe = loaded.recipe
         self._set_timeout(loaded.recipe.run.init_timeout)
@@ -259,7 +259,9 @@ class TrainingRun:
         local = environment.local_world_size
         check_shared_memory(data.training, data.sampler, data.data, ranks=local)
 
-    def _resolve(self, loaded: LoadedRecipe, start: Start, first_day: str | None) -> PreparedModel:
+    def _resolve(
+        self, loaded: LoadedRecipe, start: ResumePoint, first_day: str | None
+    ) -> PreparedModel:
         """Sets the recipe, with a value in place of each `auto`, and returns its model."""
         rank, ranks, run = self._rank, self._ranks, self._rank.directory
         machine = detect_machine(ranks, rank.environment)

@@ -17,9 +17,9 @@ from launcher.data.images import PlannedImages
 from launcher.distributed import triton_support
 from launcher.distributed.environment import set_compile_cache
 from launcher.models import attention
-from launcher.models.applied import applied
 from launcher.models.attention import VARLEN
 from launcher.models.description import describe
+from launcher.models.record import record_of
 from launcher.models.towers import tower_blocks
 from launcher.planner.machine import known_machine
 from launcher.reliability.progress import Progress
@@ -182,7 +182,7 @@ def test_blocks_of_towers_are_compiled_for_all_images(family, most, monkeypatch,
     varlen_on_cpu.register()
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda tensor: True)
     model = with_weights(make_model(tmp_path / family, family))
-    inputs = applied(model).towers.kinds["image"].inputs
+    inputs = record_of(model).towers.kinds["image"].inputs
     images = PlannedImages("", tower=inputs)
     attention.use_tower_attention(
         model, inputs.form, device=torch.device("cpu"), compute_dtype=torch.float32

@@ -23,12 +23,12 @@ from launcher.data.batching import NO_SAMPLE, SampleOrder, TokenBatchSampler
 from launcher.data.opening import make_order, open_dataset
 from launcher.data.token_store import ModelInputs
 from launcher.errors import RecipeError
-from launcher.models.applied import applied
 from launcher.models.build import build_model
 from launcher.models.description import embeddings
 from launcher.models.head import Head, logits_transform
 from launcher.models.load import starting_weights
 from launcher.models.micro_batch import IGNORED
+from launcher.models.record import record_of
 from launcher.objectives.loss import summed_loss
 from launcher.objectives.masked import Masked, masking_vocabulary
 from launcher.objectives.target_loss import load_target_loss
@@ -177,7 +177,7 @@ def test_losses_are_those_of_transformers(config, chunked, masked):
     starting_weights(section, model, seed=0)[0](model, torch.device("cpu"), torch.device("cpu"))
     reference = copy.deepcopy(model.eval())
     if chunked:
-        applied(model).head = Head(embeddings(model)[1], transform)
+        record_of(model).head = Head(embeddings(model)[1], transform)
     collated = masked.collate([masked[index] for index in (0, 3, 8, NO_SAMPLE)])
     micro_batch = collated.micro_batch
     assert collated.loss_tokens == int((micro_batch.targets != IGNORED).sum()) > 3

@@ -21,9 +21,9 @@ from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models import head as head_module
-from launcher.models.applied import applied
 from launcher.models.head import Head, Transform
 from launcher.models.micro_batch import IGNORED, MicroBatch, RowPart
+from launcher.models.record import record_of
 from launcher.objectives.base import dataset_objective
 from launcher.objectives.loss import summed_loss
 from launcher.objectives.next_token import NextToken
@@ -182,7 +182,7 @@ def small_model(*, chunked):
     config = AutoConfig.for_model("llama", num_attention_heads=2, num_key_value_heads=1, **sizes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     if chunked:
-        applied(model).head = Head(model.lm_head, Transform())
+        record_of(model).head = Head(model.lm_head, Transform())
     return model
 
 
