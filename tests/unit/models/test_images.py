@@ -81,7 +81,8 @@ def test_text_alone_gives_every_trained_parameter_a_gradient(models, family, on_
     """DDP waits for it. on_host: with the inputs of the tower that the host makes; else as of a family
     of which they are not known."""
     folder = models[family]
-    blank, model = processor_of(folder).blank_batch, with_weights(folder)
+    processor, model = processor_of(folder), with_weights(folder)
+    blank = processor.join([processor.blank])
     ids = torch.tensor([[257, 65, 66, 67]])
     inputs = {name: torch.from_numpy(array) for name, array in blank.items()}
     towers, given = record_of(model).towers, {"count": 0}
