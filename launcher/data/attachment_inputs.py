@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,9 @@ from launcher.models.record import record_of
 from launcher.models.tower_inputs import form_of
 from launcher.models.towers import takes_attachments, token_types
 from launcher.recipe import schema
+
+if TYPE_CHECKING:
+    from launcher.data.token_store import TokenStore
 
 Sample = dict[str, npt.NDArray[Any]]
 Integers = npt.NDArray[np.int64]
@@ -82,7 +85,7 @@ class ModelAttachments:
         return replace(self, modalities=tuple(known))
 
     def complete(
-        self, sample: Sample, store: Any, pieces: Iterable[tuple[int, int, int]]
+        self, sample: Sample, store: TokenStore, pieces: Iterable[tuple[int, int, int]]
     ) -> Sample:
         """The sample with `attachments`, those of its pieces of a `TokenStore`, and for models with
         positions of a grid `grid_positions`, (3, tokens). pieces: see `SequenceDataset.pieces`. Raises

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
 import torch
@@ -90,7 +90,7 @@ class BeforeTraining:
 
     ranks: RankLayout
     micro_batch_size: int
-    file: Any
+    file: ReferenceFile | TeacherFile | None
     """The objective's `kept_file`; None: the results are not kept."""
     vocabulary: int
     """Entries of the model's vocabulary."""

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -42,6 +42,9 @@ from launcher.objectives.sweeps import rows_in_order
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import WrappedModel
+
+if TYPE_CHECKING:
+    from launcher.objectives.distillation import Distillation
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +101,7 @@ def with_teacher(
     distilled: dict[str, SequenceDataset] = {}
     for name, part in parts.items():
         mine = stored[begin : begin + first[name][-1]]
-        objective: Any = part.objective  # a `Distillation`, whose module imports this one
+        objective = cast("Distillation", part.objective)
         objective = replace(objective, teacher=mine, first=first[name])
         distilled[name] = replace(part, objective=objective)
         begin += first[name][-1]
