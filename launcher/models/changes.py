@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,9 @@ from launcher.recipe import schema
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, other_base
 from launcher.recipe.layouts import ATTACHMENTS, nouns_of, with_article
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 logger = logging.getLogger(__name__)
 
 
@@ -50,7 +53,7 @@ def build_with_tokens(
     sequence_length: int,
     labels: Sequence[str] | None,
     new_ids: range,
-) -> Any:
+) -> PreTrainedModel:
     """The model of `build_model` on the meta device, whose embeddings have rows for the tokens of
     `new_ids`. Raises RecipeError as `build_model`."""
     # First: all later steps name, count and divide these rows, and checkpoints are compared with
@@ -74,7 +77,7 @@ class WeightSource:
 
 
 def change_weights(
-    model: Any,
+    model: PreTrainedModel,
     blocks: Mapping[str, nn.Module],
     section: schema.Model,
     *,
@@ -149,7 +152,7 @@ def adapt(
 
 
 def change_forward(
-    model: Any,
+    model: PreTrainedModel,
     *,
     packed: bool,
     drops_causal_mask: bool,
@@ -201,7 +204,7 @@ def change_forward(
 
 
 def divide_rows(
-    model: Any,
+    model: PreTrainedModel,
     group: dist.ProcessGroup,
     *,
     sequence_length: int,
