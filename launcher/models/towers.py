@@ -366,10 +366,12 @@ class Towers:
                     embeds = embeds + 0 * _sum_of_features(features).to(embeds.dtype)
             return embeds
 
-        if runs:
-            # After the embedding, as in transformers: the ranks gather weights in the same order
-            handle = self._base.get_input_embeddings().register_forward_hook(run_towers)
-        return self._forward(*args, **inputs)
+        if not runs:
+            return self._forward(*args, **inputs)
+        # After the embedding, as in transformers: the ranks gather weights in the same order
+        handle = self._base.get_input_embeddings().register_forward_hook(run_towers)
+        with handle:  # which removes the hook, also if the call fails before the embedding
+            return self._forward(*args, **inputs)
 
     def _with_features(
         self,

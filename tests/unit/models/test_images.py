@@ -108,6 +108,16 @@ def test_text_alone_gives_every_trained_parameter_a_gradient(models, family, on_
     assert not model.base_model.get_input_embeddings()._forward_hooks
 
 
+def test_a_call_that_fails_leaves_no_hook(models):
+    """The features of its images would be added in the next call."""
+    model = with_weights(models["gemma3"])
+    embedding = model.base_model.get_input_embeddings()
+    embedding.register_forward_pre_hook(lambda *call: pytest.fail("memory ran out"))
+    with pytest.raises(pytest.fail.Exception):
+        model(input_ids=torch.tensor([[65]]), attachments={"image": {"count": 0}})
+    assert not embedding._forward_hooks
+
+
 @pytest.mark.parametrize("family", EACH)
 @pytest.mark.parametrize("shown", [True, False])
 def test_features_of_an_answer_are_computed_once(models, family, shown):
