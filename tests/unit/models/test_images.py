@@ -110,7 +110,7 @@ def test_text_alone_gives_every_trained_parameter_a_gradient(models, family, on_
 
 def test_a_call_that_fails_leaves_no_hook(models):
     """The features of its images would be added in the next call."""
-    model = with_weights(models["gemma3"])
+    model = with_weights(models["llava"])
     embedding = model.base_model.get_input_embeddings()
     embedding.register_forward_pre_hook(lambda *call: pytest.fail("memory ran out"))
     with pytest.raises(pytest.fail.Exception):
