@@ -266,7 +266,7 @@ def blank_arguments(
     }
 
 
-def own_attachments(model: Any, modalities: Iterable[Modality]) -> ModelAttachments:
+def own_attachments(model: nn.Module, modalities: Iterable[Modality]) -> ModelAttachments:
     """What transformers' own forward method of a model takes of rows. modalities: how rows would have
     attachments. Raises RecipeError if a processor cannot be loaded."""
     taken = tuple(one for one in modalities if takes_attachments(model, one.kind))

@@ -81,11 +81,12 @@ class RunData:
     def changed(self, change: Callable[[SequenceDataset], SequenceDataset]) -> RunData:
         """The data with each set of documents changed, that for training first."""
 
-        def of(dataset: Any) -> Any:
-            return dataset.changed(change)
-
-        training = of(self.training)
-        validation = {name: of(dataset) for name, dataset in self.validation.items()}
+        assert not isinstance(self.training, StreamingDataset | CustomDataset)
+        training = self.training.changed(change)
+        validation: dict[str, MapData] = {}
+        for name, evaluated in self.validation.items():
+            assert not isinstance(evaluated, CustomDataset)
+            validation[name] = evaluated.changed(change)
         return replace(self, training=training, validation=validation)
 
     @property

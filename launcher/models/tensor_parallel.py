@@ -27,6 +27,7 @@ from launcher.libraries.private import REDISTRIBUTE_LOGGER
 from launcher.models import nf4
 from launcher.models.adapted import base_layer, weights_adapted_in
 from launcher.models.description import (
+    Config,
     embeddings,
     largest_of_layers,
     layer_configs,
@@ -238,7 +239,7 @@ class _Division:
         return self._inputs[parent]
 
 
-def _text_config(model: Any) -> Any:
+def _text_config(model: Any) -> Config:
     return model.config.get_text_config(decoder=True)
 
 

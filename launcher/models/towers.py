@@ -80,7 +80,7 @@ def use_towers(
     record_of(model).towers = Towers(model, train)
 
 
-def takes_attachments(model: Any, kind: str) -> bool:
+def takes_attachments(model: nn.Module, kind: str) -> bool:
     """Whether a model takes attachments of a kind."""
     return hasattr(model.base_model, TOWERS[kind].features)
 

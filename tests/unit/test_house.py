@@ -94,6 +94,33 @@ def test_imports_go_downwards_without_cycles():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
 
 
+CONCEPTS = {
+    "store",
+    "dataset",
+    "objective",
+    "recipe",
+    "micro_batch",
+    "wrapped",
+    "prepared",
+    "ranks",
+}
+
+
+def test_no_function_takes_a_concept_as_any():
+    """A name would say what it is, and no type what it has: an arrow between packages that nothing
+    shows."""
+    found = [
+        f"{module_name(file)}.{function.name}({argument.arg})"
+        for file in FILES
+        for function in ast.walk(ast.parse(file.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for argument in (*function.args.args, *function.args.kwonlyargs)
+        if argument.arg in CONCEPTS and argument.annotation is not None
+        if ast.unparse(argument.annotation) == "Any"
+    ]
+    assert found == []
+
+
 WINGS = ("planner", "slurm", "diagnostics", "cli")
 """Packages that a run does not need, apart from three modules that ask the plan."""
 USE_THE_PLAN = ("run.resolve", "run.run", "run.out_of_memory")
