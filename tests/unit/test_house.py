@@ -25,7 +25,7 @@ LEVELS = (
     "optimizers",
     "training",
     "metrics diagnostics",
-    "planner",
+    "planner convert",
     "run slurm",
     "cli train",
     "__main__",
@@ -121,7 +121,7 @@ def test_no_function_takes_a_concept_as_any():
     assert found == []
 
 
-WINGS = ("planner", "slurm", "diagnostics", "cli")
+WINGS = ("planner", "convert", "slurm", "diagnostics", "cli")
 """Packages that a run does not need, apart from three modules that ask the plan."""
 USE_THE_PLAN = ("run.resolve", "run.run", "run.out_of_memory")
 
@@ -228,9 +228,9 @@ def test_other_modules_take_sections_or_plain_values():
 TENSOR_PARALLEL_SIZE = {
     "recipe/schema.py": "the key",
     "recipe/other_names.py": "its names in other programs",
-    "recipe/moving/parts.py": "its names in other programs' configs",
-    "recipe/moving/torchtune.py": "torchtune's name for it",
-    "recipe/moving/convert.py": "a config that compiles, too, loses that",
+    "convert/parts.py": "its names in other programs' configs",
+    "convert/torchtune.py": "torchtune's name for it",
+    "convert/convert.py": "a config that compiles, too, loses that",
     "distributed/rank_layout.py": "the layout, and what the key needs of a recipe",
     "models/tensor_parallel.py": "the implementation",
     "models/context_parallel.py": "attention heads are divided by both sizes",
