@@ -148,7 +148,7 @@ def _open(run: Path, recipe: Recipe) -> RunData:
     from launcher.checkpoint.reader import read_state
     from launcher.data.attachment_inputs import attachments_of
     from launcher.data.run_data import open_run_data
-    from launcher.data.token_store import ModelInputs
+    from launcher.data.token_store import ModelTraits
     from launcher.data.tokenizer import tokenizer_name
     from launcher.distributed.rank_layout import RankLayout
     from launcher.objectives.make import make_objective
@@ -164,7 +164,7 @@ def _open(run: Path, recipe: Recipe) -> RunData:
         batch,
         recipe.run,
         objective=make_objective(recipe, trained=False),
-        model=ModelInputs(
+        model=ModelTraits(
             tokenizer=tokenizer_name(data, recipe.model),
             attachments=attachments_of(recipe.attachments, recipe.model),
         ),

@@ -107,13 +107,13 @@ class RowInputs:
     """Whether samples share rows, which are padded to the longest one of their micro-batch."""
     masking: Masking = "mask"
     recurrent: bool = False
-    """See `ModelInputs`."""
+    """See `ModelTraits`."""
     part: RowPart = WHOLE_ROW
     """The part of each row that this rank computes."""
     padding: int = 0
     """The model's id for padding."""
     width_multiple: int = 1
-    """See `ModelInputs`."""
+    """See `ModelTraits`."""
     attachments: ModelAttachments = TEXT_ALONE
     """How it takes what rows have beside text."""
 

@@ -41,7 +41,7 @@ from launcher.data.loader import (
 )
 from launcher.data.opening import make_order, open_dataset
 from launcher.data.streaming import ShardPosition, StreamingDataset
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.data.tokenizer import (
     ALPACA_TEMPLATE,
     hugging_face_tokenizer,
@@ -205,7 +205,7 @@ def open_run_data(
     run: schema.Run,
     *,
     objective: SampleMaker,
-    model: ModelInputs,
+    model: ModelTraits,
     ranks: RankLayout,
     build: bool,
     skipped_rows: Path | None,

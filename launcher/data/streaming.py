@@ -47,7 +47,7 @@ from launcher.data.dataset import SampleMaker
 from launcher.data.encoder import Encoded, Encoder, PromptForm, prompt_form
 from launcher.data.messages import RowError
 from launcher.data.packing import first_names, no_targets
-from launcher.data.token_store import ModelInputs, check_range, one_document
+from launcher.data.token_store import ModelTraits, check_range, one_document
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
@@ -305,7 +305,7 @@ class StreamingDataset(IterableDataset[Collated | Unreadable]):
         sampler: RankBatchSampler,
         data: schema.Data,
         seed: int,
-        model: ModelInputs,
+        model: ModelTraits,
         skipped_rows: Path | None,
         file_notes: Sequence[str] = (),
     ) -> None:

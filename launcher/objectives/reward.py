@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from launcher.data.collation import NOTHING, Collated, Piece, RowInputs, Sample, make_sample
 from launcher.data.dataset import SequenceDataset
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.errors import RecipeError
 from launcher.models.head import Head, Transform
 from launcher.models.micro_batch import IGNORED, MicroBatch
@@ -47,7 +47,7 @@ class Reward(Pairs):
             )
         record_of(model).head = Head(model.score, Transform())
 
-    def for_model(self, data: schema.Data, model: ModelInputs) -> Reward:
+    def for_model(self, data: schema.Data, model: ModelTraits) -> Reward:
         """With the model's id for padding."""
         return Reward(padding=model.padding)
 

@@ -19,7 +19,7 @@ import numpy as np
 from launcher.data.attachment_inputs import attachments_of
 from launcher.data.encoder import make_encoder
 from launcher.data.packing import text_lengths
-from launcher.data.token_store import ModelInputs, TokenStore, open_store, store_rows
+from launcher.data.token_store import ModelTraits, TokenStore, open_store, store_rows
 from launcher.data.tokenizer import tokenizer_name
 from launcher.distributed.rank_layout import layout_sizes
 from launcher.errors import RecipeError, first_line
@@ -81,11 +81,11 @@ def why_not_counted(recipe: Recipe) -> str | None:
     return "the data is streamed" if recipe.data.streaming else None
 
 
-def model_inputs(recipe: Recipe) -> ModelInputs:
+def traits_from_recipe(recipe: Recipe) -> ModelTraits:
     """The model's vocabulary, number of classes and processor of attachments, as far as the recipe sets
     them."""
     vocabulary: Any = of_text(recipe.model.config or {})[1].get("vocab_size")
-    return ModelInputs(
+    return ModelTraits(
         vocabulary=vocabulary,
         classes=recipe.model.num_labels,
         attachments=attachments_of(recipe.attachments, recipe.model),
@@ -103,7 +103,7 @@ def open_stores(recipe: Recipe, *, build: bool) -> Iterator[tuple[schema.Data, T
                 data.train,
                 data,
                 tokenizer=tokenizer_name(recipe.data, recipe.model),
-                model=model_inputs(recipe),
+                model=traits_from_recipe(recipe),
                 build=build,
             ),
         )
@@ -145,7 +145,7 @@ def rows_here(recipe: Recipe) -> Rows | str:
                 data.kind,
                 data,
                 tokenizer=tokenizer_name(recipe.data, recipe.model),
-                modalities=model_inputs(recipe).attachments.modalities,
+                modalities=traits_from_recipe(recipe).attachments.modalities,
             )
             rows = list(itertools.islice(encoder.encode_rows(encoder.read(parts)), LOOKED_AT))
             read += sum(encoded.row.size for encoded in rows)

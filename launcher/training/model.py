@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from launcher.data.attachment_inputs import ModelAttachments, attachments_of, blank_arguments
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
@@ -64,7 +64,7 @@ to 4,096 tokens then have 32 widths at most."""
 
 
 def width_multiple(device: torch.device) -> int:
-    """`ModelInputs.width_multiple` for a device. On CPUs each token of padding costs time, and a new
+    """`ModelTraits.width_multiple` for a device. On CPUs each token of padding costs time, and a new
     width costs none."""
     return GPU_WIDTH_MULTIPLE if device.type == "cuda" else 1
 
@@ -208,7 +208,7 @@ class PreparedModel:
             self.objective,
             data,
             batch,
-            model=ModelInputs(
+            model=ModelTraits(
                 vocabulary=self.description.vocabulary,
                 classes=describe(self.model).classes,
                 masking=record_of(self.model).masking,

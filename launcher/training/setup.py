@@ -26,7 +26,7 @@ from launcher.data.run_data import (
     tokenizer_to_keep,
     trained_prompts,
 )
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.data.tokenizer import tokenizer_name
 from launcher.distributed.hardware import peak_flops
 from launcher.distributed.rank_layout import RankLayout
@@ -168,7 +168,7 @@ def assemble(
         recipe.batch,
         recipe.run,
         objective=objective,
-        model=ModelInputs(
+        model=ModelTraits(
             tokenizer=tokenizer_name(recipe.data, recipe.model),
             vocabulary=prepared.description.vocabulary,
             classes=describe(model).classes if objective.trains_classes else None,

@@ -21,7 +21,7 @@ from transformers import (
 
 from launcher.data.batching import NO_SAMPLE, SampleOrder, TokenBatchSampler
 from launcher.data.opening import make_order, open_dataset
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.errors import RecipeError
 from launcher.models.build import build_model
 from launcher.models.description import embeddings
@@ -76,7 +76,7 @@ def masked(tmp_path):
     file = write(tmp_path / "rows.jsonl", rows)
     tokenizer, cache = save_tokenizer(tmp_path / "tokenizer"), str(tmp_path / "cache")
     data = Data(packing=False, sequence_length=64, tokenizer=tokenizer, cache=cache)
-    options = {"tokenizer": tokenizer, "model": ModelInputs(vocabulary=100), "build": True}
+    options = {"tokenizer": tokenizer, "model": ModelTraits(vocabulary=100), "build": True}
     opened = open_dataset(data, (str(file),), objective=Masked(), **options)
     assert isinstance(opened.objective, Masked)
     return opened
