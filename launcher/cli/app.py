@@ -84,7 +84,7 @@ def option(
 
 CheckedGpus = Annotated[
     int | None,
-    option("Also check the batch sizes for these GPUs per node.", "N", "--gpus", "--ranks"),
+    option("Check the batch size for N GPUs per node.", "N", "--gpus", "--ranks"),
 ]
 """Of commands that start no ranks, so that they take the arguments of `launcher train`."""
 CheckedNodes = Annotated[int, option("Nodes.", "N")]

@@ -87,7 +87,7 @@ def apply_tensor_parallel(
     _check(model, styles, mesh.size())
     # It warns that a whole tensor, for an export, takes two all-gathers
     logging.getLogger(REDISTRIBUTE_LOGGER).setLevel(logging.ERROR)
-    return _Division(model, styles, mesh).partial
+    return _Division(model, styles, mesh).partly_summed
 
 
 class PlannedGroup(dist.ProcessGroup):
@@ -136,13 +136,13 @@ def divides_attention(styles: Styles) -> bool:
 
 
 class _Division:
-    """Divides a model. `partial` are the parameters that `apply_tensor_parallel` returns."""
+    """Divides a model. `partly_summed` are the parameters that `apply_tensor_parallel` returns."""
 
     def __init__(self, model: nn.Module, styles: Styles, mesh: DeviceMesh | PlannedMesh) -> None:
         self._mesh, self._group, self._rank = mesh, mesh.get_group(), mesh.get_local_rank()
         self._few, self._model = _few_heads(model, styles, mesh.size()), model
         self._inputs: dict[str, _SharedInput] = {}
-        self.partial: list[tuple[nn.Module, str]] = []
+        self.partly_summed: list[tuple[nn.Module, str]] = []
         first, head = embeddings(model)
         tied = head is not None and first.weight is head.weight
         for layer, dimension in sharded_layers(model, styles, mesh.size()):
@@ -179,7 +179,7 @@ class _Division:
 
     def _add_partial(self, module: nn.Module) -> None:
         own = module._parameters.items()
-        self.partial += [(module, name) for name, p in own if p is not None]
+        self.partly_summed += [(module, name) for name, p in own if p is not None]
 
     def _divide_head(self, head: Any) -> None:
         parts = chunks(head.out_features, self._group.size())

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from launcher.recipe.schema import Recipe
     from launcher.strategies.base import WrappedModel
 
-Scores = tuple[Mapping[str, float], int]
-"""Scores of an evaluation by name, and the number of samples that they are means over."""
+MetricValues = tuple[Mapping[str, float], int]
+"""MetricValues of an evaluation by name, and the number of samples that they are means over."""
 
 
 def count_attachments(dataset: SequenceDataset) -> dict[str, tuple[int, int]]:
@@ -283,7 +283,7 @@ class Objective(ABC):
         sums = summed[1 : 1 + len(self.metrics)]
         return summed[0], torch.cat([sums, sums.new_full((1,), count)]).double()
 
-    def scores(self, sums: torch.Tensor) -> Scores:
+    def scores(self, sums: torch.Tensor) -> MetricValues:
         """The scores of an evaluation."""
         *parts, count = sums.tolist()
         names = zip(self.metrics, parts, strict=True)

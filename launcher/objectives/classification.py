@@ -15,7 +15,7 @@ from launcher.data.dataset import SequenceDataset
 from launcher.data.packing import Integers, Sequences
 from launcher.data.token_store import TokenStore
 from launcher.models.micro_batch import IGNORED, MicroBatch
-from launcher.objectives.base import Example, Objective, Scores
+from launcher.objectives.base import Example, MetricValues, Objective
 from launcher.objectives.loss import by_source
 from launcher.recipe import schema
 
@@ -91,7 +91,7 @@ class Classification(Objective):
         counts = torch.stack([actual & predicted, predicted, actual]).sum(1).double()
         return _cross_entropy(logits, targets, "sum"), counts
 
-    def scores(self, sums: torch.Tensor) -> Scores:
+    def scores(self, sums: torch.Tensor) -> MetricValues:
         """Accuracy, and the mean F1 of the classes that occur (macro)."""
         by_class = [
             2 * right / (predicted + actual)

@@ -24,7 +24,7 @@ from launcher.recipe.layouts import (
 from launcher.recipe.objectives import OBJECTIVES
 from launcher.recipe.schema import Recipe
 
-Found = Iterator[tuple[str | KeyPath, str]]
+Problems = Iterator[tuple[str | KeyPath, str]]
 """Dotted keys, or paths of keys, and what is wrong with them."""
 
 _FLOAT8 = "strategy.mixed_precision.float8"
@@ -170,7 +170,7 @@ _ONE_OF = (*ALTERNATIVES, ("model.path", "model.config", "model.builder"))
 _COLUMN_KEYS = (*KEYS.values(), "columns")
 
 
-def combination_rules(recipe: Recipe) -> Iterator[Found]:
+def combination_rules(recipe: Recipe) -> Iterator[Problems]:
     """Yields the problems of each rule, separately: reading a key may fail."""
     for keys, other, needed in _NEEDS:
         for key in keys.split():
@@ -219,7 +219,7 @@ def excludes_compile(recipe: Recipe) -> str | None:
     return None
 
 
-def _source_columns(recipe: Recipe) -> Found:
+def _source_columns(recipe: Recipe) -> Problems:
     train = recipe.data.train
     for name, source in train.items() if isinstance(train, dict) else ():
         for role, key in KEYS.items():
@@ -228,7 +228,7 @@ def _source_columns(recipe: Recipe) -> Found:
                 yield f"data.train.{name}.{key}", f"needs kind={' or '.join(_kinds_with(role))}"
 
 
-def _columns(recipe: Recipe) -> Found:
+def _columns(recipe: Recipe) -> Problems:
     """What is wrong with data.columns, also of the sources of a mixture."""
     data, train = recipe.data, recipe.data.train
     places: list[tuple[KeyPath, Any, set[str]]] = [(("data",), data, kinds_of(recipe))]
@@ -256,7 +256,7 @@ def _columns(recipe: Recipe) -> Found:
             seen[role] = name
 
 
-def _column_of_two_roles(recipe: Recipe) -> Found:
+def _column_of_two_roles(recipe: Recipe) -> Problems:
     """A column that is named for two roles: an answer would be trained on itself."""
     data, train = recipe.data, recipe.data.train
     places: list[tuple[KeyPath, Any]] = [(("data",), data)]
@@ -281,7 +281,7 @@ def _column_of_two_roles(recipe: Recipe) -> Found:
             keys.setdefault(column, key)
 
 
-def _overlong(recipe: Recipe) -> Found:
+def _overlong(recipe: Recipe) -> Problems:
     """What is wrong with data.overlong, also of the sources of a mixture."""
     data, train = recipe.data, recipe.data.train
     sections: list[tuple[KeyPath, Any, str]] = [(("data",), data, data.kind)]
@@ -304,7 +304,7 @@ def _default(key: str) -> Any:
     return section.__dataclass_fields__[name].default
 
 
-def _needs(recipe: Recipe, key: str, other: str, needed: bool | str) -> Found:
+def _needs(recipe: Recipe, key: str, other: str, needed: bool | str) -> Problems:
     if value_of(recipe, key) in (None, _default(key)):
         return
     if isinstance(needed, str):
@@ -321,7 +321,7 @@ def _needs(recipe: Recipe, key: str, other: str, needed: bool | str) -> Found:
         yield key, f"not available with {' and '.join(given)}{''.join(instead)}"
 
 
-def _together(recipe: Recipe) -> Found:
+def _together(recipe: Recipe) -> Problems:
     """Keys that exclude a way to compute in parallel only together."""
     for size in PARALLEL_SIZES:
         for keys in size.needed_by:
@@ -332,7 +332,7 @@ def _together(recipe: Recipe) -> Found:
                 yield key, f"not available with {what}; use 1"
 
 
-def _one_of(recipe: Recipe, keys: Sequence[str]) -> Found:
+def _one_of(recipe: Recipe, keys: Sequence[str]) -> Problems:
     given = [key for key in keys if value_of(recipe, key) is not None]
     if not given:
         yield keys[0], f"missing; give {' or '.join(keys)}"

@@ -28,7 +28,7 @@ DEQUANTIZED = ("fp8", "mxfp4")
 CAN_BE_READ = "FP8 with weight_scale_inv (quant_method: fp8) and MXFP4 (mxfp4) can be read"
 UNQUANTIZED = "give the checkpoint that they were made from, or save one in bfloat16"
 
-Found = Iterator[tuple[tuple[str, ...], str]]
+Problems = Iterator[tuple[tuple[str, ...], str]]
 """Paths of wrong keys, and what is wrong with each."""
 
 
@@ -78,7 +78,7 @@ def why_not_packed(config: Mapping[str, object]) -> str | None:
     return None
 
 
-def config_problems(config: Mapping[str, object]) -> Found:
+def config_problems(config: Mapping[str, object]) -> Problems:
     """Yields the path of each wrong key of `model.config` and what is wrong with it."""
     if not isinstance(model_type := config.get("model_type"), str):
         what = "must be a model type of transformers, such as llama, qwen3 or gpt2"
@@ -90,7 +90,7 @@ def config_problems(config: Mapping[str, object]) -> Found:
     yield from rotary_problems(config)
 
 
-def change_problems(config: Mapping[str, object], path: tuple[str, ...] = ()) -> Found:
+def change_problems(config: Mapping[str, object], path: tuple[str, ...] = ()) -> Problems:
     """Yields the path of each wrong key of a `model.config` that changes the config of model.path,
     and what is wrong with it."""
     if "model_type" in config:
@@ -111,7 +111,7 @@ def change_problems(config: Mapping[str, object], path: tuple[str, ...] = ()) ->
         yield from rotary_problems(config)
 
 
-def rotary_problems(config: Mapping[str, object]) -> Found:
+def rotary_problems(config: Mapping[str, object]) -> Problems:
     """Yields the path of each base and factor of rotary positions that is not a number in its range,
     and what is wrong with it. transformers would not name the key, or reverse the positions."""
     for key, value in config.items():
@@ -120,7 +120,7 @@ def rotary_problems(config: Mapping[str, object]) -> Found:
     yield from _of_settings({key: config[key] for key in families.ROTARY if key in config})
 
 
-def _of_settings(settings: Mapping[str, object]) -> Found:
+def _of_settings(settings: Mapping[str, object]) -> Problems:
     """`rotary_problems` of settings, which may hold others: those of each kind of layers."""
     scales = settings.get("rope_type", settings.get("type")) in families.STRETCHED_ROTARY
     for key, value in settings.items():

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from launcher.distributed.rank_layout import PARALLEL_SIZES, LayoutSizes, sizes_of
 from launcher.recipe.adapter import ADAPTER_CONFIG
-from launcher.recipe.combinations import Found, combination_rules, kinds_of, value_of
+from launcher.recipe.combinations import Problems, combination_rules, kinds_of, value_of
 from launcher.recipe.decode import KeyPath, Problem
 from launcher.recipe.layouts import KINDS, TOKEN_KINDS
 from launcher.recipe.model_config import change_problems, config_problems, of_text, size_problems
@@ -85,13 +85,13 @@ def _has_checkpoints(recipe: Recipe) -> bool:
     return any(Path(recipe.run.dir, "checkpoints").glob("step_*"))
 
 
-def _resharding(recipe: Recipe) -> Found:
+def _resharding(recipe: Recipe) -> Problems:
     # True was the default of earlier versions, whose recipes name it with ddp, too
     if recipe.strategy.kind == "ddp" and recipe.strategy.reshard_after_forward is False:
         yield "strategy.reshard_after_forward", "needs strategy.kind=fsdp or auto"
 
 
-def _kept_logits(recipe: Recipe) -> Found:
+def _kept_logits(recipe: Recipe) -> Problems:
     if recipe.model.keep_logits is True:
         if not recipe.model.chunked_loss:
             yield "model.keep_logits", "needs model.chunked_loss; set model.keep_logits=auto"
@@ -100,7 +100,7 @@ def _kept_logits(recipe: Recipe) -> Found:
             yield "model.keep_logits", what
 
 
-def _mixture(recipe: Recipe) -> Found:
+def _mixture(recipe: Recipe) -> Problems:
     train, streaming = recipe.data.train, recipe.data.streaming
     if not isinstance(train, dict):
         for name in train or ():
@@ -115,7 +115,7 @@ def _mixture(recipe: Recipe) -> Found:
         yield f"data.train.{name}.weight", what
 
 
-def _pretrained(recipe: Recipe) -> Found:
+def _pretrained(recipe: Recipe) -> Problems:
     path = recipe.model.path
     if recipe.model.init == "pretrained" and path is None:
         yield "model.init", "pretrained needs model.path"
@@ -133,7 +133,7 @@ def _pretrained(recipe: Recipe) -> Found:
             yield key, no_such_name("folder with a config.json", path)
 
 
-def _adapter_targets(recipe: Recipe) -> Found:
+def _adapter_targets(recipe: Recipe) -> Problems:
     lora = recipe.lora
     if lora is None:
         return
@@ -148,7 +148,7 @@ def _adapter_targets(recipe: Recipe) -> Found:
             yield f"lora.{key}", f"{what} without a whole weight of each"
 
 
-def _attention(recipe: Recipe) -> Found:
+def _attention(recipe: Recipe) -> Problems:
     attention, precision = recipe.model.attention, recipe.strategy.mixed_precision
     in_float32 = precision is None or precision.param_dtype == "float32"
     if "flash_attention" in attention and in_float32:
@@ -156,7 +156,7 @@ def _attention(recipe: Recipe) -> Found:
         yield "model.attention", f"{attention} computes in 16 bits only; {what}"
 
 
-def _classification(recipe: Recipe) -> Found:
+def _classification(recipe: Recipe) -> Problems:
     model, data = recipe.model, recipe.data
     if data.builder is not None:
         return
@@ -176,7 +176,7 @@ def _classification(recipe: Recipe) -> Found:
             yield f"data.train.{name}.kind", what
 
 
-def _masked_lm(recipe: Recipe) -> Found:
+def _masked_lm(recipe: Recipe) -> Problems:
     data = recipe.data
     if recipe.model.task != "masked_lm" or data.builder is not None:
         return
@@ -190,33 +190,33 @@ def _masked_lm(recipe: Recipe) -> Found:
         yield "data.train", "a mixture is not available with model.task: masked_lm; give a list"
 
 
-def _section(recipe: Recipe) -> Found:
+def _section(recipe: Recipe) -> Problems:
     rules = objective_of(recipe)
     if rules.section and rules.required_key and getattr(recipe, rules.section) is None:
         yield "data.kind", f"needs the section {rules.section}, such as {rules.required_key}"
 
 
-def _preference(recipe: Recipe) -> Found:
+def _preference(recipe: Recipe) -> Problems:
     section = recipe.preference
     if section is not None and section.loss == "robust" and not section.label_smoothing:
         yield "preference.label_smoothing", "loss: robust needs a share above 0; else use dpo"
 
 
-def _config(recipe: Recipe) -> Found:
+def _config(recipe: Recipe) -> Problems:
     find = config_problems if recipe.model.path is None else change_problems
     config = recipe.model.config
     for path, message in () if config is None else find(config):
         yield ("model", "config", *path), message
 
 
-def _best_export(recipe: Recipe) -> Found:
+def _best_export(recipe: Recipe) -> Problems:
     checkpoint = recipe.checkpoint
     if checkpoint.export == "best" and not (checkpoint.keep_best and checkpoint.saves):
         what = "needs checkpoints of which the best is kept: checkpoint.keep_best=eval_loss"
         yield "checkpoint.export", what
 
 
-def _whole_export(recipe: Recipe) -> Found:
+def _whole_export(recipe: Recipe) -> Problems:
     model, checkpoint = recipe.model, recipe.checkpoint
     changed = model.path is not None and model.config
     if recipe.lora and changed and checkpoint.export and not checkpoint.export_merged:
@@ -224,7 +224,7 @@ def _whole_export(recipe: Recipe) -> Found:
         yield "checkpoint.export_merged", what
 
 
-def _sizes(recipe: Recipe) -> Found:
+def _sizes(recipe: Recipe) -> Problems:
     config = recipe.model.config or {}
     if recipe.model.path is not None:  # sizes are those of its weights, and refused elsewhere
         return
@@ -247,7 +247,7 @@ def _sizes(recipe: Recipe) -> Found:
             yield key, f"{size} is too small; {what}"
 
 
-def _new_tokens(recipe: Recipe) -> Found:
+def _new_tokens(recipe: Recipe) -> Problems:
     tokens, key = recipe.model.new_tokens or (), "model.new_tokens"
     if tokens and recipe.model.path is None and recipe.data.tokenizer is None:
         yield key, "needs a tokenizer: give data.tokenizer or model.path"
@@ -263,7 +263,7 @@ def _new_tokens(recipe: Recipe) -> Found:
             yield ("model", "new_tokens", index), f"{what}; got {token[:40]!r}"
 
 
-def _micro_batch_tokens(recipe: Recipe) -> Found:
+def _micro_batch_tokens(recipe: Recipe) -> Problems:
     tokens, data = recipe.batch.micro_batch_tokens, recipe.data
     packed = data.packing and not data.joins_rows
     if tokens is not None and packed and KINDS[data.kind].loss_on != "class":
@@ -278,7 +278,7 @@ def _micro_batch_tokens(recipe: Recipe) -> Found:
         yield "batch.micro_batch_tokens", f"{tokens} {what}"
 
 
-def _profile(recipe: Recipe, ranks: int | None) -> Found:
+def _profile(recipe: Recipe, ranks: int | None) -> Problems:
     profile, max_steps = recipe.profile, recipe.run.max_steps
     if profile is None:
         return
@@ -290,7 +290,7 @@ def _profile(recipe: Recipe, ranks: int | None) -> Found:
         yield "profile.steps", f"steps {first} to {last} go beyond run.max_steps {max_steps}"
 
 
-def _metrics(recipe: Recipe) -> Found:
+def _metrics(recipe: Recipe) -> Problems:
     generate, keep_best = recipe.evaluation.generate, recipe.checkpoint.keep_best
     known = ["eval_loss", *(f"eval_{name}" for name in objective_of(recipe).scores)]
     if generate is not None:
@@ -308,14 +308,14 @@ def _metrics(recipe: Recipe) -> Found:
         yield "checkpoint.keep_best", what
 
 
-def _nodes(recipe: Recipe) -> Found:
+def _nodes(recipe: Recipe) -> Problems:
     nodes = "1" if recipe.slurm is None else str(recipe.slurm.nodes)
     first, _, last = nodes.partition("-")
     if last and int(last) < int(first):
         yield "slurm.nodes", f"must be a number, or a range such as 2-4; got {nodes!r}"
 
 
-def _resume(recipe: Recipe) -> Found:
+def _resume(recipe: Recipe) -> Problems:
     resume = recipe.checkpoint.resume
     # A run with checkpoints of its own resumes from these: the named one may be gone by then
     if resume in ("auto", "never") or os.path.isdir(resume) or _has_checkpoints(recipe):
@@ -324,7 +324,7 @@ def _resume(recipe: Recipe) -> Found:
     yield "checkpoint.resume", f"{no_such('folder', resume)}; {what}"
 
 
-def _batches(recipe: Recipe, ranks: int | None) -> Found:
+def _batches(recipe: Recipe, ranks: int | None) -> Problems:
     size, micro = recipe.batch.global_batch_size, recipe.batch.micro_batch_size
     if micro is None:  # batches are formed by tokens: of any number of sequences
         return
@@ -351,7 +351,7 @@ def _batches(recipe: Recipe, ranks: int | None) -> Found:
         yield "batch.global_batch_size", f"{size} is not a multiple of {product}; try {advice}"
 
 
-def _groups(recipe: Recipe, ranks: int | None) -> Found:
+def _groups(recipe: Recipe, ranks: int | None) -> Problems:
     if ranks is None:
         return
     sizes = sizes_of(recipe.strategy)
@@ -361,7 +361,7 @@ def _groups(recipe: Recipe, ranks: int | None) -> Found:
         yield f"strategy.{key}", what
 
 
-def _context(recipe: Recipe, ranks: int | None) -> Found:
+def _context(recipe: Recipe, ranks: int | None) -> Problems:
     size, length = recipe.strategy.context_parallel_size, recipe.data.sequence_length
     if isinstance(length, AutoInt):  # chosen to be one
         return
@@ -370,7 +370,7 @@ def _context(recipe: Recipe, ranks: int | None) -> Found:
         yield "data.sequence_length", f"{length} {what}; try {-(-length // size) * size}"
 
 
-def _tokenizer(recipe: Recipe) -> Found:
+def _tokenizer(recipe: Recipe) -> Problems:
     name, template = recipe.data.tokenizer, recipe.data.chat_template
     if template is not None and (problem := template_problem(template)) is not None:
         yield "data.chat_template", problem
@@ -387,14 +387,14 @@ def _tokenizer(recipe: Recipe) -> Found:
         yield "data.tokenizer", f"{no_such_name('folder', name)}; {what}"
 
 
-def _template_values(recipe: Recipe) -> Found:
+def _template_values(recipe: Recipe) -> Problems:
     for name in recipe.data.chat_template_kwargs or {}:
         if name in _TEMPLATE_VALUES or name.endswith("_token"):
             what = "is set by the launcher; give only values of the template's own"
             yield ("data", "chat_template_kwargs", name), what
 
 
-def _data_files(recipe: Recipe) -> Found:
+def _data_files(recipe: Recipe) -> Problems:
     train, validation = recipe.data.train, recipe.data.validation
     if train is None and recipe.data.builder is None:
         yield "data.train", "missing; give data.train or data.builder"

@@ -63,7 +63,7 @@ from launcher.training.sum_check import check_sum
 
 logger = logging.getLogger(__name__)
 
-Scores = Mapping[str, float]
+Metrics = Mapping[str, float]
 """Finite metrics of an evaluation by name, as in metrics.jsonl; empty if none was due."""
 MAX_REWINDS = 5
 """Most rewinds in one start. A run that diverges more often needs another learning rate, not other
@@ -366,7 +366,7 @@ class TrainingRun:
         freed = FreedMemory() if self._ranks.device.type == "cpu" else None
         before_step = BeforeStep(self._training.wrapped.module, self._ranks.device)
         step: Step | None = None
-        scores: Scores | None = {}
+        scores: Metrics | None = {}
         for step in self._training.steps_from(self._position):
             self._record(step)
             self._check_targets(step)
@@ -390,7 +390,7 @@ class TrainingRun:
         self._reporter.flush()
         return True
 
-    def _stop_in_step(self, last: Step | None, scores: Scores | None) -> None:
+    def _stop_in_step(self, last: Step | None, scores: Metrics | None) -> None:
         """Saves the state after the last finished step, if it is not saved. `last` is None if this
         start has finished no step, which has then nothing to save."""
         done = self._progress.step
@@ -441,13 +441,13 @@ class TrainingRun:
             what = "no token with loss in its batch: weights and optimizer state stay as they are"
             logger.warning(f"step {step.number}: {what} (not logged again)")
 
-    def _evaluate_if_due(self, step: int) -> Scores | None:
+    def _evaluate_if_due(self, step: int) -> Metrics | None:
         due = self._training.data.due(step, self._recipe.evaluation)
         if step == self._steps or due:
             return self._evaluate(step)
         return {}
 
-    def _evaluate(self, step: int) -> Scores | None:
+    def _evaluate(self, step: int) -> Metrics | None:
         """Evaluates after a step. Returns None if the run was stopped meanwhile."""
         evaluator = self._training.evaluator
         if evaluator is None:
@@ -472,7 +472,7 @@ class TrainingRun:
         return scores
 
     def _save_if_due(
-        self, step: Step, scores: Scores | None, *, stopping: bool, requested: bool
+        self, step: Step, scores: Metrics | None, *, stopping: bool, requested: bool
     ) -> None:
         checkpoints, batch = self._checkpoints, step.batch
         if checkpoints is None:

@@ -103,7 +103,7 @@ class Fsdp(WrappedModel):
         blocks: Sequence[nn.Module],
         outer_units: Sequence[nn.Module],
         experts: Sequence[nn.Module] = (),
-        partial: Sequence[tuple[nn.Module, str]] = (),
+        partly_summed: Sequence[tuple[nn.Module, str]] = (),
         unused: Sequence[nn.Module] = (),
         in_float32: Collection[nn.Parameter] = (),
         *,
@@ -111,7 +111,7 @@ class Fsdp(WrappedModel):
         ranks: RankLayout,
         init_fn: InitFn,
     ) -> None:
-        """`experts` are the modules that expert parallelism has divided. `partial` are the
+        """`experts` are the modules that expert parallelism has divided. `partly_summed` are the
         parameters, as modules and names, that every tensor parallel rank has whole. Each of these
         ranks computes a part of their gradients. The parameters `in_float32` are gathered so: the
         unit that they belong to has a second group for them."""
@@ -179,7 +179,7 @@ class Fsdp(WrappedModel):
         # forward pass, and checkpoints would hold the tensors from before
         root.to_empty(device=place, recurse=False)
         super().__init__(root, module=model, ranks=ranks)
-        self._partial = {module._parameters[name] for module, name in partial}
+        self._partly_summed = {module._parameters[name] for module, name in partly_summed}
         assert isinstance(root, FSDPModule)
         self._root: FSDPModule = root
         if ranks.size > 1:
@@ -271,7 +271,7 @@ class Fsdp(WrappedModel):
         whole = dict(self._replicated_gradients())
         if not whole:
             return
-        divisors = [1.0 if p in self._partial else float(group.size()) for p in whole]
+        divisors = [1.0 if p in self._partly_summed else float(group.size()) for p in whole]
         gradients = list(whole.values())
         with self.waiting():
             foreach_div_(gradients, divisors)

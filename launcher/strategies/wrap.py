@@ -46,8 +46,9 @@ class Parts:
     """What the budget of activation checkpointing keeps of each block; None without a budget."""
     experts: Sequence[nn.Module] = ()
     """The modules of experts that expert parallelism has divided."""
-    partial: Sequence[tuple[nn.Module, str]] = ()
-    """What `apply_tensor_parallel` returns."""
+    partly_summed: Sequence[tuple[nn.Module, str]] = ()
+    """Parameters that every tensor parallel rank holds whole, and whose gradients are parts of a sum over
+    these ranks: their modules and names."""
     in_float32: Collection[nn.Parameter] = ()
     """The parameters that forward passes use in float32, whatever their dtype of computation."""
     mixes_dtypes: bool = False
@@ -136,7 +137,7 @@ def wrap(
         [*tower.values(), *blocks.values()],
         parts.outer_units,
         parts.experts,
-        parts.partial,
+        parts.partly_summed,
         parts.unused,
         parts.in_float32,
         policy=policy,

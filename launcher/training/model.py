@@ -142,7 +142,7 @@ class PreparedModel:
                 device=ranks.device.type,
                 depth=self.description.depth,
             )
-        experts, partial = divide_layers(
+        experts, partly_summed = divide_layers(
             self.model,
             expert_mesh=(
                 ranks.expert_parallel_mesh["expert"] if ranks.expert_parallel_size > 1 else None
@@ -160,7 +160,7 @@ class PreparedModel:
                 self.unused,
                 kept,
                 experts,
-                partial,
+                partly_summed,
                 in_float32=computes_in_float32(self.model, self.compute_dtype),
                 mixes_dtypes=mixes_dtypes(self.model, self.compute_dtype),
                 tower=self.tower,

@@ -216,7 +216,7 @@ LAUNCHES = {
 
 def parts_not_summed(training):
     """q_norm and k_norm get the mean over ranks, each of which has some heads."""
-    training.wrapped._partial = set()
+    training.wrapped._partly_summed = set()
 
 
 def counted_twice(training):

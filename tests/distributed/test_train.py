@@ -664,7 +664,7 @@ DRIFTED_COPY = """
     original = Fsdp.grad_norm
     def grad_norm(self):
         norm = original(self)
-        if self._layers is not None and torch.distributed.get_rank() == 1:
+        if self._ranks.tensor_parallel_size > 1 and torch.distributed.get_rank() == 1:
             self.module.model.norm.weight.to_local().data.mul_(1 + 2**-22)
         return norm
     Fsdp.grad_norm = grad_norm
