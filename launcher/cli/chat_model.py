@@ -24,15 +24,14 @@ from launcher.checkpoint.export import (
     recipe_of,
 )
 from launcher.data.attachment_inputs import MODALITIES, ModelAttachments, own_attachments
-from launcher.data.chat_template import ChatTemplate
+from launcher.data.chat_template import ChatTemplate, load_template
 from launcher.data.collation import RowInputs
 from launcher.data.encoder import encode_prompt, make_encoder
 from launcher.data.loader import to_device
 from launcher.data.messages import Message, RowError
 from launcher.data.modality import Modality
-from launcher.data.rendering import load_template
 from launcher.data.run_data import set_stop_tokens
-from launcher.data.template_marks import today, uses_date
+from launcher.data.template_source import today, uses_date
 from launcher.data.token_store import one_document
 from launcher.data.tokenizer import (
     Tokenizer,

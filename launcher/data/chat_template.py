@@ -10,55 +10,48 @@ is an error.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from launcher.data.attachments import Placed
 from launcher.data.messages import (
+    REASONING,
     Message,
-    NotAsServedError,
-    RefusedError,
     RowError,
-    check_calls,
-    check_mentions,
-    check_texts,
-    may_lose,
-    thought_of,
-    with_opening_marks,
-    with_placeholders,
+    arguments_of,
+    encodable,
+    forms_of,
+    print_arguments,
+    read_row_tools,
+    refuse_empty_answers,
+    to_json,
+    unused_tools,
 )
-from launcher.data.template_marks import (
-    MESSAGE_NUMBER,
-    Layout,
-    Span,
-    fix_date,
-    read_marks,
-    today,
-    uses_date,
-    variables,
-    with_marks,
-)
-from launcher.data.tokenizer import Ids
+from launcher.data.template_source import fix_date, today, uses_date, uses_tools, variables
+from launcher.data.tokenizer import Ids, hugging_face_tokenizer
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
-from launcher.recipe.template_names import template_file
+from launcher.sources.rows import Values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
+Span = tuple[int, int]
+
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables of templates that choose between generation prompts."""
 _PLACEHOLDER = "Qz7aZq"
+"""Begins texts that no row holds."""
 _THOUGHTS = {
     "<think>": "</think>",
     "[THINK]": "[/THINK]",
@@ -68,6 +61,18 @@ _THOUGHTS = {
 _CLOSED = re.compile(r"(</[^<>]+>|<\|END_\w+\|>|<\w+\|>|\[/\w+\])\s*$")
 """The end of a generation prompt with an empty thought."""
 _BEGUN_TAG = re.compile(r"[<\[][^<>\[\]\s]*$")
+
+
+class RefusedError(RowError):
+    """The chat template refuses a conversation."""
+
+
+class LeftOutError(RefusedError):
+    """The chat template leaves out a tool call or an answer."""
+
+
+class NotAsServedError(RowError):
+    """A turn that the template shows otherwise than the model must produce it."""
 
 
 class UnverifiedError(RowError):
@@ -135,28 +140,6 @@ class Rendered:
         text = re.sub(re.escape(placeholder), lambda _: next(replacements), self.text)
         turns = [replace(turn, start=moved(turn.start), end=moved(turn.end)) for turn in self.turns]
         return replace(self, text=text, turns=turns, attachments=(*self.attachments, *attachments))
-
-
-def read_template(value: str) -> str:
-    """The chat template of a name or in a file: its text, or the `chat_template` of JSON, as processors
-    have it. Raises RecipeError."""
-    file = template_file(value)
-    if os.path.exists(file) and not os.path.isfile(file):  # a pipe would block
-        raise RecipeError(f"data.chat_template: {file}: is not a regular file")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        problem = "not UTF-8 text" if isinstance(error, ValueError) else error.strerror
-        raise RecipeError(f"data.chat_template: {file}: cannot be read: {problem}") from None
-    try:
-        content = json.loads(text)
-    except ValueError:
-        return text
-    template = content.get("chat_template") if isinstance(content, dict) else None
-    if not isinstance(template, str):
-        what = "is JSON without a text chat_template; give a file with the template alone"
-        raise RecipeError(f"data.chat_template: {file}: {what}")
-    return template
 
 
 class ChatTemplate:
@@ -758,3 +741,331 @@ def _marked_turns(layout: Layout, turns: list[int], learned: list[int]) -> list[
             raise RowError(f"{what}: which belong to the turns without loss?")
         marks = [mark for index, mark in zip(turns, marks, strict=True) if index in learned]
     return [Turn(start, end, includes_end=True) for start, end in marks]
+
+
+# Where each message is: a copy of the template writes marks around what each pass of a loop writes
+
+MESSAGE_NUMBER = "launcher_message"
+"""Key of a message with its index, which the marks repeat."""
+_TAG = re.compile(
+    r"\{#.*?#\}|\{%[-+]?\s*(?P<name>for|endfor|macro|endmacro|generation|endgeneration)\b"
+    r"(?P<rest>.*?)(?P<close>[-+]?%\})",
+    re.DOTALL,
+)
+_MARK = re.compile("\x02(\\w+):(\\d*)\x03")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The text of a conversation, and what wrote its parts."""
+
+    text: str
+    messages: dict[int, Span] = field(default_factory=dict)
+    """By the index of a message: what the pass of a loop over it wrote."""
+    generation: list[Span] = field(default_factory=list)
+    """What `{% generation %}` encloses."""
+    source: str | None = None
+    """The template with marks that wrote it; None: the parts are not known."""
+
+    def generated(self, index: int) -> bool:
+        """Whether a message has a `{% generation %}` mark; true if its text is not known."""
+        first, last = self.messages.get(index, (0, 0))
+        within = any(start < last and end > first for start, end in self.generation)
+        return within or index not in self.messages
+
+
+@functools.lru_cache(maxsize=16)
+def with_marks(template: str, *, loops: bool) -> str:
+    """The template with marks at generation tags, and (loops) at each pass and the end of loops.
+
+    Loops in macros are left alone: templates compare and trim what a macro returns.
+    """
+    open_loops: list[str | None] = []
+    macros = count = 0
+
+    def insert(tag: re.Match[str]) -> str:
+        nonlocal macros, count
+        name, mark, condition = tag["name"], "", "true"
+        if name in ("macro", "endmacro"):
+            macros += 1 if name == "macro" else -1
+        elif name == "generation":
+            mark = "\x02generation:0\x03"
+        elif name == "endgeneration":
+            mark = "\x02generation:\x03"
+        elif name == "for":
+            count += 1
+            item = re.match(r"\s*(\w+)\s+in\b", tag["rest"])
+            open_loops.append(str(count) if item and loops and not macros else None)
+            if item and open_loops[-1]:
+                value = f"{item[1]}.{MESSAGE_NUMBER}"
+                condition, mark = f"{value} is defined", f"\x02{count}:{{{{ {value} }}}}\x03"
+        elif name == "endfor" and open_loops and (loop := open_loops.pop()):
+            mark = f"\x02{loop}:\x03"
+        if not mark:
+            return tag[0]
+        # A block tag that ends like the tag before it removes the same white space after it
+        return f"{tag[0]}{{% if {condition} %}}{mark}{{% endif {tag['close']}"
+
+    return _TAG.sub(insert, template)
+
+
+def read_marks(marked: str, source: str) -> Layout:
+    """The layout of a text that `source`, a template of `with_marks`, wrote."""
+    text, *rest = _MARK.split(marked)
+    texts, length = [text], len(text)
+    begun: dict[str, tuple[int, int]] = {}
+    messages: dict[int, Span] = {}
+    generation: list[Span] = []
+    for name, index, text in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+        if name in begun:
+            number, start = begun.pop(name)
+            first, last = messages.get(number, (0, 0))
+            if name == "generation":
+                generation.append((start, length))
+            elif length - start > last - first:  # another loop may only look at the message
+                messages[number] = start, length
+        if index:
+            begun[name] = int(index), length
+        texts.append(text)
+        length += len(text)
+    return Layout("".join(texts), messages, generation, source)
+
+
+# What a template must not leave out
+
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+
+
+def thought_of(message: Message) -> tuple[str, str]:
+    """The reasoning of a message, and its content without it. Empty: there is none."""
+    content = message["content"] or ""
+    thought = _THOUGHT.match(content)
+    if thought:
+        return thought[1].strip("\n"), content[thought.end() :]
+    reasoning = (message[key] for key in REASONING if message.get(key))
+    return str(next(reasoning, "")).strip("\n"), content
+
+
+def with_opening_marks(messages: list[Message]) -> list[Message]:
+    """The messages with the `<think>` that is missing in answers to a generation prompt that ended
+    in it."""
+    return [
+        {**message, "content": _with_opening_mark(message["content"])}
+        if message["role"] == "assistant" and isinstance(message["content"], str)
+        else message
+        for message in messages
+    ]
+
+
+def _with_opening_mark(content: str) -> str:
+    thought, mark, _ = content.partition("</think>")
+    quoted = thought.endswith(("`", "'", '"'))
+    if not mark or quoted or "<think>" in thought:
+        return content
+    return "<think>" + "\n" * thought.endswith("\n") + content
+
+
+def check_mentions(message: Message, written: str, what: str) -> None:
+    """Raises NotAsServedError if the template takes a text that mentions `</think>` for reasoning."""
+    content = message["content"]
+    if not isinstance(content, str) or "</think>" not in content or _THOUGHT.match(content):
+        return
+    if content.strip() not in written:
+        raise NotAsServedError(
+            f"{what}: the chat template takes the text before </think> for reasoning; begin it with "
+            "<think> if it is, or set data.chat_template to a template that does not"
+        )
+
+
+def may_lose(message: Message) -> bool:
+    """Whether templates leave out texts of such a message: reasoning, or content beside calls."""
+    thought, said = thought_of(message)
+    calls = message.get("tool_calls") or message.get("function_call")
+    return bool(thought.strip() or (calls and said.strip()))
+
+
+def with_placeholders(messages: list[Message]) -> list[Message]:
+    """The messages with a placeholder for each reasoning and content of the assistant."""
+    probes = []
+    for number, message in enumerate(messages):
+        probe = dict(message)
+        if message["role"] == "assistant":
+            _, said = thought_of(message)
+            thought_there, said_there = _placeholders(number)
+            probe |= {key: thought_there for key in REASONING if message.get(key)}
+            if said.strip():
+                probe["content"] = said_there
+            if _THOUGHT.match(message["content"] or ""):
+                answer = f"\n\n{said_there}" if said.strip() else ""
+                probe["content"] = f"<think>\n{thought_there}\n</think>{answer}"
+        probes.append(probe)
+    return probes
+
+
+def _placeholders(number: int) -> tuple[str, str]:
+    return f"{_PLACEHOLDER}{number}t", f"{_PLACEHOLDER}{number}c"
+
+
+def check_calls(message: Message, written: str, what: str) -> None:
+    """Raises LeftOutError if tool calls are missing in what the template writes for a message."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    names = [call.get("name") for call in [*calls, message.get("function_call") or {}]]
+    for name in filter(None, names):
+        if written.count(str(name)) < names.count(name):
+            hint = "set data.chat_template to a template that renders it"
+            raise LeftOutError(f"{what}: the chat template leaves out a tool call ({name}); {hint}")
+
+
+def check_texts(message: Message, number: int, written: str, what: str) -> None:
+    """Raises NotAsServedError if the template leaves out reasoning, or text beside tool calls, and
+    LeftOutError if it leaves out an answer. `written` is what it writes for the message of this
+    index in `with_placeholders`."""
+    thought, said = thought_of(message)
+    thought_there, said_there = _placeholders(number)
+    if thought.strip() and thought_there not in written:
+        raise NotAsServedError(
+            f"{what}: the chat template leaves out its reasoning, so the model would learn to "
+            "answer without it; end the row with this turn, or set data.chat_template to a "
+            "template that renders it"
+        )
+    if said.strip() and said_there not in written and not may_lose(message):
+        hint = "set data.chat_template to a template that renders it"
+        raise LeftOutError(f"{what}: the chat template leaves out its content; {hint}")
+    if said.strip() and said_there not in written:
+        raise NotAsServedError(
+            f"{what}: the chat template leaves out the text beside its tool calls, so the model "
+            "would learn to call without it; end the row with this turn, remove the text, or set "
+            "data.chat_template to a template that renders it"
+        )
+
+
+# The forms in which templates take calls of tools
+
+_WORDS = re.compile(r"\b(True|False|None)\b")
+_JSON = {"True": "true", "False": "false", "None": "null"}
+_AS_PYTHON = "the chat template prints arguments of a call as Python does, not as JSON"
+
+
+@functools.lru_cache(maxsize=4)
+def load_template(
+    tokenizer: str | None, template: str | None, day: str | None, values: str
+) -> ChatTemplate:
+    """template: None: the tokenizer's own. day: YYYY-MM-DD, for templates that print one. values:
+    JSON of data.chat_template_kwargs. Raises RecipeError if no template can be used."""
+    assert tokenizer is not None
+    loaded = hugging_face_tokenizer(tokenizer)
+    return ChatTemplate(loaded, tokenizer, template, day=day, values=json.loads(values))
+
+
+def render(
+    template: ChatTemplate,
+    row: Values,
+    tools_column: str | None,
+    messages: list[Message],
+    *,
+    loss_from: int,
+    loss_on: str | None,
+) -> Rendered:
+    """The messages with the tools in a column of the row.
+
+    loss_from is the index of the first message that may carry loss; loss_on is data.loss_on, or
+    None for the default. Raises RowError.
+    """
+    tools = read_row_tools(row, tools_column)
+    if tools and not uses_tools(template.source(tools)):
+        raise RowError(unused_tools(tools_column, "the chat template does not read them"))
+    if loss_on == "last":
+        turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+        loss_from = max([loss_from, *turns])
+    refuse_empty_answers(messages, loss_from)
+    apply: Callable[..., Rendered] = template.render_all
+    if loss_on != "all":
+        apply = functools.partial(template.render, loss_from=loss_from)
+    return _render(template, apply, messages, tools)
+
+
+def render_prompt(template: ChatTemplate, messages: list[Message]) -> Rendered:
+    """A conversation that the assistant continues, with its messages as in `render`. Raises
+    RowError."""
+    return _render(template, template.render_prompt, messages, None)
+
+
+def _render(
+    template: ChatTemplate,
+    apply: Callable[..., Rendered],
+    messages: list[Message],
+    tools: list[object] | None,
+) -> Rendered:
+    """The rendering of the first form of the messages that the template does not refuse. Raises
+    RowError, the problem of the first form if it refuses them all."""
+    problem: RefusedError | None = None
+    for form in forms_of(messages):
+        try:
+            rendered = _in_json(template, apply, form, tools)
+        except RefusedError as error:
+            problem = problem or error
+        else:
+            encodable(rendered.text, "the conversation")
+            return rendered
+    assert problem is not None
+    raise problem
+
+
+def _in_json(
+    template: ChatTemplate,
+    apply: Callable[..., Rendered],
+    messages: list[Message],
+    tools: list[object] | None,
+) -> Rendered:
+    """The rendering, with arguments of calls as JSON also where the template prints each one by
+    itself, as Python does. Raises RefusedError if it prints them as a whole, and RowError if it does
+    not print their JSON, either."""
+    rendered, calls = apply(messages, tools), arguments_of(messages)
+    whole = [arguments for arguments in calls if repr(arguments) != to_json(arguments)]
+    keywords = [(f"({key}=", f", {key}=") for arguments in whole for key in arguments]
+    if all(first in rendered.text or later in rendered.text for first, later in keywords):
+        return rendered  # the template writes calls in Python (LFM2.5), or there are none
+    if any(repr(arguments) in rendered.text for arguments in whole):
+        what = "set data.chat_template to a template that writes them with tojson"
+        raise RefusedError(f"{_AS_PYTHON}; {what}")
+    values = [value for arguments in whole for value in arguments.values()]
+    nested = [repr(value) for value in values if isinstance(value, dict | list) and value]
+    leaves = _leaves(values)
+    words = {str(value) for value in leaves if value is None or isinstance(value, bool)}
+    shown = words.intersection(_WORDS.findall(rendered.text))
+    if not shown and not any(text in rendered.text for text in nested):
+        return rendered
+    changed = print_arguments(messages)
+    json_of = {repr(value): to_json(value) for value in values if isinstance(value, dict | list)}
+
+    def as_json(text: str) -> str:
+        for python in sorted(json_of, key=len, reverse=True):
+            text = text.replace(python, json_of[python])
+        return _WORDS.sub(lambda word: _JSON[word[0]], text)
+
+    plain = template.apply(messages, tools)
+    try:
+        printed = template.apply(changed, tools)
+    except RefusedError:  # it takes values apart
+        same = False
+    else:
+        same = as_json(plain) == as_json(printed)
+        words_of_calls = len(_WORDS.findall(plain)) - len(_WORDS.findall(printed))
+        if not words_of_calls and not any(text in plain for text in nested):
+            return rendered  # the words are in other texts
+    if not same:
+        got = ", ".join(sorted(shown)) or "lists or objects"
+        what = (
+            "leave them out, or set data.chat_template to a template that writes them with tojson"
+        )
+        raise RowError(f"{_AS_PYTHON} ({got}); {what}")
+    template.note("printed", f"{_AS_PYTHON}: each one is written as JSON")
+    return apply(changed, tools)
+
+
+def _leaves(value: object) -> list[object]:
+    """What is in lists and objects, at any depth."""
+    if not isinstance(value, dict | list):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value
+    return [leaf for each in inner for leaf in _leaves(each)]

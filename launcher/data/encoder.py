@@ -8,7 +8,7 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -20,9 +20,15 @@ from launcher.data.attachments import (
     attachment_table,
     join_attachments,
 )
-from launcher.data.chat_template import ChatTemplate, Rendered, read_template
+from launcher.data.chat_template import (
+    ChatTemplate,
+    NotAsServedError,
+    Rendered,
+    load_template,
+    render,
+    render_prompt,
+)
 from launcher.data.columns import (
-    Weights,
     described,
     read_integers,
     read_margin,
@@ -30,9 +36,9 @@ from launcher.data.columns import (
     read_value,
     read_weights,
 )
+from launcher.data.documents import Document, Encoded
 from launcher.data.messages import (
     Message,
-    NotAsServedError,
     RowError,
     dialogue,
     encodable,
@@ -43,14 +49,15 @@ from launcher.data.messages import (
     read_history,
     read_list,
     read_messages,
+    read_row_tools,
     read_text,
+    unused_tools,
     with_system,
 )
 from launcher.data.modality import Modality
 from launcher.data.pairs import different, pair_of_answers
 from launcher.data.placing import place
-from launcher.data.rendering import load_template, render, render_prompt, render_text
-from launcher.data.template_marks import today, uses_date
+from launcher.data.template_source import read_template, today, uses_date
 from launcher.data.tokenizer import (
     Ids,
     Tokenizer,
@@ -93,71 +100,6 @@ _SETTINGS: dict[str, Callable[[RowKind], bool]] = {
     "chat_template_kwargs": lambda kind: kind.templated,
 }
 """Further keys of data that change the tokens, and whether rows of a kind read them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """What the tokens of a row are."""
-
-    ids: Ids = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    """Empty: the row has no text, or cannot be used."""
-    labels: Ids | None = None
-    """labels[t] is the target at position t - 1; None: the ids."""
-    class_number: int | None = None
-    """The class, for kind classification."""
-    first_length: int | None = None
-    """Of a pair of answers: the tokens of the first one with its prompt, which the ids begin with."""
-    desirable: bool | None = None
-    """Of an answer that is good or not: whether it is good."""
-    cut_tokens: int = 0
-    """Tokens that a text for classification was longer than data.sequence_length."""
-    weights: Weights | None = None
-    """The weight of each token as a target; None: each counts 1."""
-    margin: float | None = None
-    """Of a pair: by how much the first answer should be better; None: the data does not say."""
-    attachments: Attachments | None = None
-    """None: the row is text."""
-
-    @property
-    def targets(self) -> Ids:
-        """Each token as a target."""
-        return self.ids if self.labels is None else self.labels
-
-    def kept(self, most: int) -> int:
-        """Tokens that remain if the document is cut to `most`: of attachments only whole ones."""
-        if self.attachments is None:
-            return min(most, self.ids.size)
-        table, _ = self.attachments
-        return int(min([most, self.ids.size, *table["first"][table["end"] > most][:1]]))
-
-    def attachments_before(self, end: int) -> Attachments | None:
-        """The attachments before this token."""
-        if self.attachments is None:
-            return None
-        table, data = self.attachments
-        return table[table["end"] <= end], data
-
-
-_FIELDS = tuple(each.name for each in fields(Document))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoded(Document):
-    """The result for one row."""
-
-    row: Row
-    problem: str = ""
-    """Why the row cannot be used."""
-
-    @classmethod
-    def of(cls, row: Row, document: Document) -> Encoded:
-        """The document of a row."""
-        return cls(row=row, **{name: getattr(document, name) for name in _FIELDS})
-
-    @property
-    def skipped(self) -> dict[str, str]:
-        """For the list of skipped rows."""
-        return {"where": self.row.where, "problem": self.problem}
 
 
 @dataclass(frozen=True)
@@ -806,3 +748,24 @@ def _document(tokenizer: Tokenizer, ids: Ids) -> Ids:
     begin = [] if ids[:1].tolist() == tokenizer.begin else tokenizer.begin
     end = [] if ids[-1:].tolist() == [tokenizer.end] else [tokenizer.end]
     return np.concatenate([np.array(begin, np.int32), ids, np.array(end, np.int32)])
+
+
+def render_text(
+    row: Values,
+    tools_column: str | None,
+    prompt: str,
+    response: str,
+    *,
+    system_column: str | None,
+    default: str | None,
+) -> tuple[str, str]:
+    """Prompt and response as they are, the prompt after the system prompt of the row's column, or
+    else after the default one. Raises RowError."""
+    if read_row_tools(row, tools_column):
+        raise RowError(unused_tools(tools_column, "text is trained on without a chat template"))
+    system = default
+    if system_column is not None:
+        system = read_text(row.get(system_column), system_column) or default
+    prompt = f"{system}\n\n{prompt}" if system else prompt
+    encodable(prompt + response, "prompt or response")
+    return prompt, response

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -9,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from launcher.recipe.layouts import ATTACHMENTS, BESIDE_TEXT, nouns_of, typed
+from launcher.sources.rows import Values
 
 Message = dict[str, Any]
 """Role, content, and whatever else the data set gives it."""
@@ -44,27 +46,12 @@ _NUMBERS = re.compile(
     re.IGNORECASE,
 )
 """Names of keys whose numbers say nothing about loss."""
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-_THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
-_PLACEHOLDER = "Qz7aZq"
-"""Begins texts that no row holds."""
-_BESIDE_CONTENT = ("tool_calls", "function_call", *_REASONING)
+REASONING = ("reasoning_content", "reasoning", "thinking")
+_BESIDE_CONTENT = ("tool_calls", "function_call", *REASONING)
 
 
 class RowError(ValueError):
     """A problem of a row. The message does not say which row."""
-
-
-class RefusedError(RowError):
-    """The chat template refuses a conversation."""
-
-
-class LeftOutError(RefusedError):
-    """The chat template leaves out a tool call or an answer."""
-
-
-class NotAsServedError(RowError):
-    """A turn that the template shows otherwise than the model must produce it."""
 
 
 def read_messages(
@@ -356,7 +343,7 @@ def _with_parts(
         raise RowError(f"{what}: {_only(attachments)}; got parts of the types {others}")
     content = texts if any(isinstance(part, dict) for part in texts) else "".join(map(str, texts))
     made = {**message, "content": content}
-    if thoughts and not any(made.get(key) for key in _REASONING):
+    if thoughts and not any(made.get(key) for key in REASONING):
         made["reasoning_content"] = "\n\n".join(thoughts)
     if calls:
         made["tool_calls"] = calls
@@ -636,104 +623,53 @@ def instruction(parts: dict[str, object], rounds: list[tuple[str, str]], *, head
     return "\n\n".join([*before, *own, "### Response:\n"])
 
 
-def thought_of(message: Message) -> tuple[str, str]:
-    """The reasoning of a message, and its content without it. Empty: there is none."""
-    content = message["content"] or ""
-    thought = _THOUGHT.match(content)
-    if thought:
-        return thought[1].strip("\n"), content[thought.end() :]
-    reasoning = (message[key] for key in _REASONING if message.get(key))
-    return str(next(reasoning, "")).strip("\n"), content
+def forms_of(messages: list[Message]) -> list[list[Message]]:
+    """The forms in which templates take tool calls. Some (DeepSeek's) take the arguments only as
+    text, or see the calls only in messages without content. Mistral's want ids of nine letters."""
+    parsed, forms = parse_arguments(messages), list[list[Message]]()
+    for form in (parsed, write_arguments(messages)):
+        bare = [
+            {**message, "content": None}
+            if message.get("tool_calls") and not message["content"]
+            else message
+            for message in form
+        ]
+        forms += [each for each in (form, bare) if each not in forms]
+    if any(message.get("tool_calls") for message in parsed):
+        forms.append(_with_ids(parsed))
+    return forms
 
 
-def with_opening_marks(messages: list[Message]) -> list[Message]:
-    """The messages with the `<think>` that is missing in answers to a generation prompt that ended
-    in it."""
-    return [
-        {**message, "content": _with_opening_mark(message["content"])}
-        if message["role"] == "assistant" and isinstance(message["content"], str)
-        else message
-        for message in messages
-    ]
-
-
-def _with_opening_mark(content: str) -> str:
-    thought, mark, _ = content.partition("</think>")
-    quoted = thought.endswith(("`", "'", '"'))
-    if not mark or quoted or "<think>" in thought:
-        return content
-    return "<think>" + "\n" * thought.endswith("\n") + content
-
-
-def check_mentions(message: Message, written: str, what: str) -> None:
-    """Raises NotAsServedError if the template takes a text that mentions `</think>` for reasoning."""
-    content = message["content"]
-    if not isinstance(content, str) or "</think>" not in content or _THOUGHT.match(content):
-        return
-    if content.strip() not in written:
-        raise NotAsServedError(
-            f"{what}: the chat template takes the text before </think> for reasoning; begin it with "
-            "<think> if it is, or set data.chat_template to a template that does not"
-        )
-
-
-def may_lose(message: Message) -> bool:
-    """Whether templates leave out texts of such a message: reasoning, or content beside calls."""
-    thought, said = thought_of(message)
-    calls = message.get("tool_calls") or message.get("function_call")
-    return bool(thought.strip() or (calls and said.strip()))
-
-
-def with_placeholders(messages: list[Message]) -> list[Message]:
-    """The messages with a placeholder for each reasoning and content of the assistant."""
-    probes = []
+def _with_ids(messages: list[Message]) -> list[Message]:
+    """The messages with other ids of tool calls, of nine letters and digits. Results without an id
+    belong to the calls in their order."""
+    made, open_calls, changed = dict[str, str](), list[str](), list[Message]()
     for number, message in enumerate(messages):
-        probe = dict(message)
-        if message["role"] == "assistant":
-            _, said = thought_of(message)
-            thought_there, said_there = _placeholders(number)
-            probe |= {key: thought_there for key in _REASONING if message.get(key)}
-            if said.strip():
-                probe["content"] = said_there
-            if _THOUGHT.match(message["content"] or ""):
-                answer = f"\n\n{said_there}" if said.strip() else ""
-                probe["content"] = f"<think>\n{thought_there}\n</think>{answer}"
-        probes.append(probe)
-    return probes
+        if calls := message.get("tool_calls"):
+            numbered = []
+            for at, call in enumerate(calls):
+                text = json.dumps([number, at, call], sort_keys=True, default=str)
+                own = hashlib.sha256(text.encode()).hexdigest()[:9]
+                made[str(call.get("id"))] = own
+                open_calls.append(own)
+                numbered.append({**call, "id": own})
+            message = {**message, "tool_calls": numbered}
+        elif message["role"] == "tool" and open_calls:
+            given = message.get("tool_call_id")
+            known = made.get(str(given)) if given else None
+            own = known if known in open_calls else open_calls[0]
+            open_calls.remove(own)
+            message = {**message, "tool_call_id": own}
+        changed.append(message)
+    return changed
 
 
-def _placeholders(number: int) -> tuple[str, str]:
-    return f"{_PLACEHOLDER}{number}t", f"{_PLACEHOLDER}{number}c"
+def read_row_tools(row: Values, column: str | None) -> list[object] | None:
+    """The tools in a column of a row; None: it has none. Raises RowError."""
+    return None if column is None else read_tools(row.get(column), column)
 
 
-def check_calls(message: Message, written: str, what: str) -> None:
-    """Raises LeftOutError if tool calls are missing in what the template writes for a message."""
-    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    names = [call.get("name") for call in [*calls, message.get("function_call") or {}]]
-    for name in filter(None, names):
-        if written.count(str(name)) < names.count(name):
-            hint = "set data.chat_template to a template that renders it"
-            raise LeftOutError(f"{what}: the chat template leaves out a tool call ({name}); {hint}")
-
-
-def check_texts(message: Message, number: int, written: str, what: str) -> None:
-    """Raises NotAsServedError if the template leaves out reasoning, or text beside tool calls, and
-    LeftOutError if it leaves out an answer. `written` is what it writes for the message of this
-    index in `with_placeholders`."""
-    thought, said = thought_of(message)
-    thought_there, said_there = _placeholders(number)
-    if thought.strip() and thought_there not in written:
-        raise NotAsServedError(
-            f"{what}: the chat template leaves out its reasoning, so the model would learn to "
-            "answer without it; end the row with this turn, or set data.chat_template to a "
-            "template that renders it"
-        )
-    if said.strip() and said_there not in written and not may_lose(message):
-        hint = "set data.chat_template to a template that renders it"
-        raise LeftOutError(f"{what}: the chat template leaves out its content; {hint}")
-    if said.strip() and said_there not in written:
-        raise NotAsServedError(
-            f"{what}: the chat template leaves out the text beside its tool calls, so the model "
-            "would learn to call without it; end the row with this turn, remove the text, or set "
-            "data.chat_template to a template that renders it"
-        )
+def unused_tools(column: str | None, why: str) -> str:
+    """The problem of a row whose tools the model would not see."""
+    hint = f"set data.chat_template to one that reads them, or {typed('data.ignore_columns', [column])}"
+    return f"the model would not see the row's tools: {why}; {hint}"

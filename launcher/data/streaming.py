@@ -44,7 +44,8 @@ from launcher.data.collation import (
     make_sample,
 )
 from launcher.data.dataset import SampleMaker
-from launcher.data.encoder import Encoded, Encoder, PromptForm, prompt_form
+from launcher.data.documents import Encoded
+from launcher.data.encoder import Encoder, PromptForm, prompt_form
 from launcher.data.messages import RowError
 from launcher.data.packing import first_names, no_targets
 from launcher.data.token_store import ModelInputs, check_range, one_document

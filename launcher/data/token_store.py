@@ -38,8 +38,8 @@ from launcher.data.attachment_inputs import MODALITIES, TEXT_ALONE, ModelAttachm
 from launcher.data.attachments import ATTACHMENT, Attachment, Attachments, join_attachments
 from launcher.data.collation import RowInputs
 from launcher.data.columns import Weights
+from launcher.data.documents import Encoded
 from launcher.data.encoder import (
-    Encoded,
     Encoder,
     PromptForm,
     last_question,

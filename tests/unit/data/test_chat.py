@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from launcher.data.chat_template import ChatTemplate
+from launcher.data.chat_template import ChatTemplate, render, render_prompt
 from launcher.data.encoder import make_encoder
 from launcher.data.ends import stop_token_ids
 from launcher.data.messages import (
@@ -22,8 +22,7 @@ from launcher.data.messages import (
     read_tools,
     refuse_empty_answers,
 )
-from launcher.data.rendering import render, render_prompt
-from launcher.data.template_marks import uses_tools
+from launcher.data.template_source import uses_tools
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.data.tokenizer_files import KeptTokenizer
 from launcher.errors import RecipeError

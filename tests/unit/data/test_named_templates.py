@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from launcher.data.chat_template import ChatTemplate, read_template
+from launcher.data.chat_template import ChatTemplate
 from launcher.data.encoder import make_encoder
 from launcher.data.ends import stop_token_ids
 from launcher.data.messages import RowError
 from launcher.data.run_data import tokenizer_to_keep, trained_prompts
+from launcher.data.template_source import read_template
 from launcher.data.tokenizer import ExtendedName
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
