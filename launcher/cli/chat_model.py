@@ -26,9 +26,9 @@ from launcher.checkpoint.export import (
 from launcher.data.attachment_inputs import MODALITIES, ModelAttachments, own_attachments
 from launcher.data.chat_template import ChatTemplate, load_template
 from launcher.data.collation import RowInputs
-from launcher.data.encoder import encode_prompt, make_encoder
+from launcher.data.encoder import make_encoder
 from launcher.data.loader import to_device
-from launcher.data.messages import Message, RowError
+from launcher.data.messages import Message, RowError, as_prompt
 from launcher.data.modality import Modality
 from launcher.data.run_data import set_stop_tokens
 from launcher.data.template_source import today, uses_date
@@ -129,7 +129,10 @@ class ChatModel:
             text = self._tokenizer.ids([messages[-1]["content"]])[0]
             ids, attached = np.append(np.array(self._tokenizer.begin, text.dtype), text), None
         else:
-            ids, attached = encode_prompt(messages, self.template, self._attachments.modalities)
+            modalities = self._attachments.modalities
+            rendered = self.template.render(as_prompt(messages, modalities))
+            [prompt] = self.template.encode([rendered], modalities)
+            ids, attached = prompt.ids, prompt.attachments
         if not len(ids):
             raise RecipeError("it is empty")
         document, piece = one_document(ids, attached), (0, 0, len(ids))

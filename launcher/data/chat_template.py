@@ -14,23 +14,22 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from launcher.data.attachments import Placed
+from launcher.data.attachments import Attachments, Placed, attachment_table
+from launcher.data.documents import Document
 from launcher.data.messages import (
+    HALF_PAIR,
     REASONING,
+    Chat,
+    Form,
     Message,
     RowError,
-    arguments_of,
-    encodable,
-    forms_of,
     print_arguments,
-    read_row_tools,
-    refuse_empty_answers,
     to_json,
     unused_tools,
 )
@@ -38,10 +37,12 @@ from launcher.data.template_source import fix_date, today, uses_date, uses_tools
 from launcher.data.tokenizer import Ids, hugging_face_tokenizer
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
-from launcher.sources.rows import Values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from launcher.data.encoder import Encoder
+    from launcher.data.modality import Modality
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +143,32 @@ class Rendered:
         return replace(self, text=text, turns=turns, attachments=(*self.attachments, *attachments))
 
 
+@functools.lru_cache(maxsize=4)
+def load_template(
+    tokenizer: str | None, template: str | None, day: str | None, values: str
+) -> ChatTemplate:
+    """template: None: the tokenizer's own. day: YYYY-MM-DD, for templates that print one. values:
+    JSON of data.chat_template_kwargs. Raises RecipeError if no template can be used."""
+    assert tokenizer is not None
+    loaded = hugging_face_tokenizer(tokenizer)
+    return ChatTemplate(loaded, tokenizer, template, day=day, values=json.loads(values))
+
+
+def _template_of(encoder: Encoder) -> ChatTemplate:
+    values = json.dumps(encoder.settings.get("chat_template_kwargs", {}))
+    return load_template(encoder.tokenizer, encoder.template, encoder.day, values)
+
+
+def render(encoder: Encoder, chat: Chat) -> Rendered:
+    """See `ChatTemplate.render`."""
+    return _template_of(encoder).render(chat)
+
+
+def encode(encoder: Encoder, batch: list[Rendered]) -> list[Document]:
+    """See `ChatTemplate.encode`."""
+    return _template_of(encoder).encode(batch, encoder.modalities)
+
+
 class ChatTemplate:
     """A tokenizer's chat template, or one that replaces it."""
 
@@ -174,19 +201,92 @@ class ChatTemplate:
         texts = tokenizer.convert_ids_to_tokens(self._special)
         self._special_texts = tuple(text for text in texts if text.strip())
 
-    def render(
-        self, messages: list[Message], tools: list[object] | None, *, loss_from: int = 0
+    def render(self, chat: Chat) -> Rendered:
+        """The text of a conversation, and which parts of it carry loss. Raises RowError; if the
+        template refuses all forms, with the problem of the first one."""
+        if chat.tools and not uses_tools(self.source(chat.tools)):
+            why = "the chat template does not read them"
+            raise RowError(unused_tools(chat.tools_column, why))
+        problems = []
+        for form in chat.forms:
+            try:
+                rendered = self._in_json(chat, form)
+            except RefusedError as error:
+                problems.append(error)
+            else:
+                break
+        else:
+            raise problems[0]
+        try:
+            rendered.text.encode()
+        except UnicodeEncodeError:
+            raise RowError(f"the conversation {HALF_PAIR}") from None
+        for modality, sources in chat.attached:
+            rendered = modality.expand(rendered, sources)
+        return replace(rendered, weight=chat.weight)
+
+    def _in_json(self, chat: Chat, form: Form) -> Rendered:
+        """The rendering, with arguments of calls as JSON also where the template prints each one by
+        itself, as Python does. Raises RefusedError if it prints them as a whole, and RowError if it does
+        not print their JSON, either."""
+        rendered, whole = self._render(chat, form.messages), form.arguments
+        keywords = [(f"({key}=", f", {key}=") for arguments in whole for key in arguments]
+        if all(first in rendered.text or later in rendered.text for first, later in keywords):
+            return rendered  # the template writes calls in Python (LFM2.5), or there are none
+        if any(repr(arguments) in rendered.text for arguments in whole):
+            what = "set data.chat_template to a template that writes them with tojson"
+            raise RefusedError(f"{_AS_PYTHON}; {what}")
+        values = [value for arguments in whole for value in arguments.values()]
+        nested = [repr(value) for value in values if isinstance(value, dict | list) and value]
+        leaves = _leaves(values)
+        words = {str(value) for value in leaves if value is None or isinstance(value, bool)}
+        shown = words.intersection(_WORDS.findall(rendered.text))
+        if not shown and not any(text in rendered.text for text in nested):
+            return rendered
+        changed = print_arguments(form.messages)
+        json_of = {
+            repr(value): to_json(value) for value in values if isinstance(value, dict | list)
+        }
+
+        def as_json(text: str) -> str:
+            for python in sorted(json_of, key=len, reverse=True):
+                text = text.replace(python, json_of[python])
+            return _WORDS.sub(lambda word: _JSON[word[0]], text)
+
+        plain = self.apply(form.messages, chat.tools)
+        try:
+            printed = self.apply(changed, chat.tools)
+        except RefusedError:  # it takes values apart
+            same = False
+        else:
+            same = as_json(plain) == as_json(printed)
+            words_of_calls = len(_WORDS.findall(plain)) - len(_WORDS.findall(printed))
+            if not words_of_calls and not any(text in plain for text in nested):
+                return rendered  # the words are in other texts
+        if not same:
+            got = ", ".join(sorted(shown)) or "lists or objects"
+            what = "leave them out, or set data.chat_template to a template that writes them with tojson"
+            raise RowError(f"{_AS_PYTHON} ({got}); {what}")
+        self.note("printed", f"{_AS_PYTHON}: each one is written as JSON")
+        return self._render(chat, changed)
+
+    def _render(self, chat: Chat, messages: list[Message]) -> Rendered:
+        messages = self._opened(messages, chat.tools)
+        if chat.loss == "none":
+            text = self.apply(messages, chat.tools, add_generation_prompt=True)
+            return Rendered(text, [], closed=False)
+        if chat.loss == "all":
+            return self._render_all(messages, chat.tools)
+        return self._render_answers(messages, chat.tools, chat.learned)
+
+    def _render_answers(
+        self,
+        messages: list[Message],
+        tools: list[object] | None,
+        learned: Sequence[int],
     ) -> Rendered:
-        """Renders a conversation. loss_from is the index of the first message that may carry loss.
-        Messages with `loss: false` carry none. Raises RowError."""
-        messages = self._opened(messages, tools)
+        """learned: the indices of the messages that carry loss."""
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        wanted = [index for index in turns if index >= loss_from]
-        learned = [index for index in wanted if messages[index].get("loss", True)]
-        if not learned:
-            if wanted:
-                raise RowError("no assistant turn carries loss, so nothing to learn from")
-            raise RowError("no assistant turn, so nothing to learn from")
         closed = turns[-1] == len(messages) - 1
         layout = self.layout(messages, tools)
         marked = _GENERATION.search(self.source(tools)) is not None
@@ -207,7 +307,9 @@ class ChatTemplate:
         trusted = [at for at, problem in problems.items() if isinstance(problem, PromptError)]
         if marked and (unknown or (trusted and not learned_turns)):
             chosen = learned if unknown else trusted
-            return Rendered(text, _marked_turns(layout, turns, chosen), closed and last in chosen)
+            return Rendered(
+                text, _marked_turns(layout, turns, [*chosen]), closed and last in chosen
+            )
         if closed and last in problems and (served := conversation.as_served()):
             text = served[0]
             same = len(_common(text, layout.text))
@@ -229,22 +331,14 @@ class ChatTemplate:
             self.note("unlearned", f"turns without loss, such as this {problem} (docs/data.md)")
         return Rendered(text, list(learned_turns.values()), closed and last in learned_turns)
 
-    def render_all(self, messages: list[Message], tools: list[object] | None) -> Rendered:
-        """Renders a conversation with loss on every token. Raises RowError."""
-        messages = self._opened(messages, tools)
+    def _render_all(self, messages: list[Message], tools: list[object] | None) -> Rendered:
+        """With loss on every token."""
         text = self.apply(messages, tools)
         for number, message in enumerate(messages, start=1):
-            if not message.get("loss", True):
-                raise RowError(f"message {number} is to carry no loss, but data.loss_on is all")
             check_calls(message, text, f"message {number}")
         begin, end = self.closing(text, 0, len(text))
         closed = messages[-1]["role"] == "assistant"
         return Rendered(text, [Turn(0, len(text), includes_end=begin < end)], closed)
-
-    def render_prompt(self, messages: list[Message], tools: list[object] | None) -> Rendered:
-        """Renders a conversation that the assistant continues. Raises RowError."""
-        text = self.apply(self._opened(messages, tools), tools, add_generation_prompt=True)
-        return Rendered(text, [], closed=False)
 
     def note(self, subject: str, text: str) -> None:
         """Logs the first note of this subject."""
@@ -274,23 +368,42 @@ class ChatTemplate:
         )
         return opened
 
-    def tokens(self, rendered: list[Rendered]) -> list[tuple[Ids, Ids]]:
-        """(ids, labels) of each conversation; labels are IGNORED where there is no loss.
+    def encode(self, batch: list[Rendered], modalities: Sequence[Modality] = ()) -> list[Document]:
+        """The tokens and labels of each conversation; labels are IGNORED where there is no loss, and
+        for the tokens of attachments. modalities: the kinds of attachments that rows may have.
 
         If no special token ends a turn, the one that follows it, possibly after white space, also
         carries loss, or the model would never stop. If none follows the last turn, the eos_token is
         appended with loss. Raises RecipeError if the tokenizer has no eos_token.
         """
         encoded = self._tokenizer(
-            [conversation.text for conversation in rendered],
+            [rendered.text for rendered in batch],
             add_special_tokens=False,
             return_attention_mask=False,
             return_token_type_ids=False,
             return_offsets_mapping=True,
             verbose=False,
         )
-        rows = zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        return [self._labelled(*row) for row in rows]
+        rows = zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        return [self._document(*row, modalities) for row in rows]
+
+    def _document(
+        self,
+        rendered: Rendered,
+        token_ids: list[int],
+        offsets: list[Span],
+        modalities: Sequence[Modality],
+    ) -> Document:
+        ids, labels = self._labelled(rendered, token_ids, offsets)
+        weights = None
+        if rendered.weight is not None:
+            weights = np.full(len(ids), rendered.weight, np.float32)
+        if not modalities:
+            return Document(ids, labels, weights=weights)
+        attached = [token for modality in modalities for token in modality.token_ids]
+        labels = np.where(np.isin(ids, attached), np.int32(IGNORED), labels)
+        attachments = _attachments_of(modalities, ids, rendered)
+        return Document(ids, labels, weights=weights, attachments=attachments)
 
     def _labelled(
         self, rendered: Rendered, token_ids: list[int], offsets: list[Span]
@@ -732,6 +845,23 @@ def _common(first: str, second: str) -> str:
     return first[: next(different, min(len(first), len(second)))]
 
 
+def _attachments_of(modalities: Sequence[Modality], ids: Ids, rendered: Rendered) -> Attachments:
+    """The attachments of a conversation in the document with these ids. Raises RecipeError if they
+    have other tokens than their texts."""
+    placed = list[tuple[Placed, int, int]]()
+    for modality in modalities:
+        found = [one for one in rendered.attachments if one.source.kind == modality.kind]
+        at = np.flatnonzero(np.isin(ids, modality.token_ids))
+        ends = np.cumsum([one.tokens for one in found], dtype=np.int64)
+        if len(at) != ends[-1:].sum():
+            what = f"{len(at)} tokens of {modality.nouns}, where the text has {ends[-1:].sum()}"
+            tokenizer = type(hugging_face_tokenizer(modality.processor)).__name__
+            raise RecipeError(f"{modality.nouns}: {tokenizer}: {what}")
+        for one, last in zip(found, ends - 1, strict=True):
+            placed.append((one, int(at[last - one.tokens + 1]), int(at[last]) + 1))
+    return attachment_table(sorted(placed, key=lambda each: each[1]))
+
+
 def _marked_turns(layout: Layout, turns: list[int], learned: list[int]) -> list[Turn]:
     """The marks of the turns that carry loss, of a template whose loops cannot be followed."""
     marks = [(start, end) for start, end in layout.generation if start < end]
@@ -944,123 +1074,6 @@ def check_texts(message: Message, number: int, written: str, what: str) -> None:
 _WORDS = re.compile(r"\b(True|False|None)\b")
 _JSON = {"True": "true", "False": "false", "None": "null"}
 _AS_PYTHON = "the chat template prints arguments of a call as Python does, not as JSON"
-
-
-@functools.lru_cache(maxsize=4)
-def load_template(
-    tokenizer: str | None, template: str | None, day: str | None, values: str
-) -> ChatTemplate:
-    """template: None: the tokenizer's own. day: YYYY-MM-DD, for templates that print one. values:
-    JSON of data.chat_template_kwargs. Raises RecipeError if no template can be used."""
-    assert tokenizer is not None
-    loaded = hugging_face_tokenizer(tokenizer)
-    return ChatTemplate(loaded, tokenizer, template, day=day, values=json.loads(values))
-
-
-def render(
-    template: ChatTemplate,
-    row: Values,
-    tools_column: str | None,
-    messages: list[Message],
-    *,
-    loss_from: int,
-    loss_on: str | None,
-) -> Rendered:
-    """The messages with the tools in a column of the row.
-
-    loss_from is the index of the first message that may carry loss; loss_on is data.loss_on, or
-    None for the default. Raises RowError.
-    """
-    tools = read_row_tools(row, tools_column)
-    if tools and not uses_tools(template.source(tools)):
-        raise RowError(unused_tools(tools_column, "the chat template does not read them"))
-    if loss_on == "last":
-        turns = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-        loss_from = max([loss_from, *turns])
-    refuse_empty_answers(messages, loss_from)
-    apply: Callable[..., Rendered] = template.render_all
-    if loss_on != "all":
-        apply = functools.partial(template.render, loss_from=loss_from)
-    return _render(template, apply, messages, tools)
-
-
-def render_prompt(template: ChatTemplate, messages: list[Message]) -> Rendered:
-    """A conversation that the assistant continues, with its messages as in `render`. Raises
-    RowError."""
-    return _render(template, template.render_prompt, messages, None)
-
-
-def _render(
-    template: ChatTemplate,
-    apply: Callable[..., Rendered],
-    messages: list[Message],
-    tools: list[object] | None,
-) -> Rendered:
-    """The rendering of the first form of the messages that the template does not refuse. Raises
-    RowError, the problem of the first form if it refuses them all."""
-    problem: RefusedError | None = None
-    for form in forms_of(messages):
-        try:
-            rendered = _in_json(template, apply, form, tools)
-        except RefusedError as error:
-            problem = problem or error
-        else:
-            encodable(rendered.text, "the conversation")
-            return rendered
-    assert problem is not None
-    raise problem
-
-
-def _in_json(
-    template: ChatTemplate,
-    apply: Callable[..., Rendered],
-    messages: list[Message],
-    tools: list[object] | None,
-) -> Rendered:
-    """The rendering, with arguments of calls as JSON also where the template prints each one by
-    itself, as Python does. Raises RefusedError if it prints them as a whole, and RowError if it does
-    not print their JSON, either."""
-    rendered, calls = apply(messages, tools), arguments_of(messages)
-    whole = [arguments for arguments in calls if repr(arguments) != to_json(arguments)]
-    keywords = [(f"({key}=", f", {key}=") for arguments in whole for key in arguments]
-    if all(first in rendered.text or later in rendered.text for first, later in keywords):
-        return rendered  # the template writes calls in Python (LFM2.5), or there are none
-    if any(repr(arguments) in rendered.text for arguments in whole):
-        what = "set data.chat_template to a template that writes them with tojson"
-        raise RefusedError(f"{_AS_PYTHON}; {what}")
-    values = [value for arguments in whole for value in arguments.values()]
-    nested = [repr(value) for value in values if isinstance(value, dict | list) and value]
-    leaves = _leaves(values)
-    words = {str(value) for value in leaves if value is None or isinstance(value, bool)}
-    shown = words.intersection(_WORDS.findall(rendered.text))
-    if not shown and not any(text in rendered.text for text in nested):
-        return rendered
-    changed = print_arguments(messages)
-    json_of = {repr(value): to_json(value) for value in values if isinstance(value, dict | list)}
-
-    def as_json(text: str) -> str:
-        for python in sorted(json_of, key=len, reverse=True):
-            text = text.replace(python, json_of[python])
-        return _WORDS.sub(lambda word: _JSON[word[0]], text)
-
-    plain = template.apply(messages, tools)
-    try:
-        printed = template.apply(changed, tools)
-    except RefusedError:  # it takes values apart
-        same = False
-    else:
-        same = as_json(plain) == as_json(printed)
-        words_of_calls = len(_WORDS.findall(plain)) - len(_WORDS.findall(printed))
-        if not words_of_calls and not any(text in plain for text in nested):
-            return rendered  # the words are in other texts
-    if not same:
-        got = ", ".join(sorted(shown)) or "lists or objects"
-        what = (
-            "leave them out, or set data.chat_template to a template that writes them with tojson"
-        )
-        raise RowError(f"{_AS_PYTHON} ({got}); {what}")
-    template.note("printed", f"{_AS_PYTHON}: each one is written as JSON")
-    return apply(changed, tools)
 
 
 def _leaves(value: object) -> list[object]:

@@ -6,11 +6,24 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from launcher.recipe.layouts import ATTACHMENTS, BESIDE_TEXT, nouns_of, typed
+from launcher.recipe.layouts import (
+    ATTACHMENTS,
+    BESIDE_TEXT,
+    Match,
+    nouns_of,
+    typed,
+    unused_column_of,
+)
 from launcher.sources.rows import Values
+
+if TYPE_CHECKING:
+    from launcher.data.attachments import Source
+    from launcher.data.encoder import Encoder
+    from launcher.data.modality import Modality
 
 Message = dict[str, Any]
 """Role, content, and whatever else the data set gives it."""
@@ -52,6 +65,126 @@ _BESIDE_CONTENT = ("tool_calls", "function_call", *REASONING)
 
 class RowError(ValueError):
     """A problem of a row. The message does not say which row."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """The messages of a conversation in a form in which templates take calls of tools."""
+
+    messages: list[Message]
+    arguments: list[dict[str, Any]]
+    """Of the calls, as far as Python prints them otherwise than JSON."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation for a chat template, which renders the first form that it does not refuse."""
+
+    forms: list[Form]
+    loss: Literal["answers", "all", "none"] = "none"
+    """What carries loss: turns of the assistant; all tokens; or none, of a conversation that the
+    assistant continues."""
+    learned: tuple[int, ...] = ()
+    """The indices of the turns of the assistant that carry loss."""
+    tools: list[object] | None = None
+    tools_column: str | None = None
+    attached: tuple[tuple[Modality, list[Source]], ...] = ()
+    """The attachments of each kind that rows may have, in the order of their places."""
+    weight: float | None = None
+    """Of each token with loss (data.weights_column); None: 1."""
+
+
+def read_conversation(encoder: Encoder, found: Match, row: Values, *, turns: bool) -> list[Message]:
+    """The messages of a row, after its system prompt. turns: see `read_messages`. Raises
+    RowError."""
+    column = found.columns["messages"]
+    if (value := row.get(column)) is None:
+        raise RowError(f"column {column!r} is empty (null); it must hold messages")
+    messages = read_messages(
+        value, column, turns=turns, attachments=encoder.kinds, ignored=encoder.ignored
+    )
+    return with_system(encoder, found, row, messages)
+
+
+def as_chat(
+    encoder: Encoder, found: Match, row: Values, messages: list[Message], *, loss_from: int = 0
+) -> Chat:
+    """The messages with the attachments and tools of their row, checked. loss_from: the index of the
+    first message that may carry loss. Raises RowError."""
+    attached = list[tuple["Modality", list["Source"]]]()
+    for modality in encoder.modalities:
+        messages, sources = _with_attachments(encoder, modality, found, row, messages)
+        attached.append((modality, sources))
+    column = found.get("tools")
+    return checked_chat(
+        messages,
+        loss_from=loss_from,
+        loss_on=encoder.settings.get("loss_on"),
+        tools=None if column is None else read_tools(row.get(column), column),
+        tools_column=column,
+        attached=tuple(attached),
+    )
+
+
+def checked_chat(
+    messages: list[Message],
+    *,
+    loss_from: int = 0,
+    loss_on: str | None = None,
+    **more: Any,
+) -> Chat:
+    """The conversation. loss_on: data.loss_on, or None for the default. more: of `Chat`. Raises
+    RowError if nothing can be learned from it."""
+    answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    if loss_on == "last":
+        loss_from = max([loss_from, *answers])
+    refuse_empty_answers(messages, loss_from)
+    forms = _forms(messages)
+    if loss_on == "all":
+        for number, message in enumerate(messages, start=1):
+            if not message.get("loss", True):
+                raise RowError(f"message {number} is to carry no loss, but data.loss_on is all")
+        return Chat(forms, "all", **more)
+    wanted = [at for at in answers if at >= loss_from]
+    learned = tuple(at for at in wanted if messages[at].get("loss", True))
+    if wanted and not learned:
+        raise RowError("no assistant turn carries loss, so nothing to learn from")
+    if not learned:
+        raise RowError("no assistant turn, so nothing to learn from")
+    return Chat(forms, "answers", learned, **more)
+
+
+def as_prompt(messages: list[Message], modalities: Sequence[Modality] = ()) -> Chat:
+    """A conversation that the assistant continues. A text with the placeholder of an attachment is a
+    text. Raises RowError."""
+    attached = list[tuple["Modality", list["Source"]]]()
+    for modality in modalities:
+        messages, sources = modality.place(messages, None, placeholders=False)
+        attached.append((modality, sources))
+    return Chat(_forms(messages), attached=tuple(attached))
+
+
+def _with_attachments(
+    encoder: Encoder, modality: Modality, found: Match, row: Values, messages: list[Message]
+) -> tuple[list[Message], list[Source]]:
+    """See `Modality.place`. Raises RowError, also if only a column that is not used holds
+    attachments."""
+    nouns, sources = modality.nouns, list["Source"]()
+    column = found.get(nouns)
+    given = None if column is None else row.get(column)
+    unused = unused_column_of(modality.kind, row, found, encoder.ignored)
+    try:
+        messages, sources = modality.place(messages, given)
+    except RowError:
+        if unused is None or given:
+            raise
+    if unused is not None and not sources:
+        raise RowError(
+            f"column {unused!r} holds {nouns} by its name, and the run does not see them; "
+            f"{typed(f'data.columns.{nouns}', unused)} reads it, "
+            f"{typed('data.ignore_columns', [*encoder.ignored, unused])} trains without it"
+        )
+    return messages, sources
 
 
 def read_messages(
@@ -435,6 +568,12 @@ def read_tools(value: object, column: str = "tools") -> list[object] | None:
     return None if tools is None else [_described(tool) for tool in tools]
 
 
+def unused_tools(column: str | None, why: str) -> str:
+    """The problem of a row whose tools the model would not see."""
+    hint = f"set data.chat_template to one that reads them, or {typed('data.ignore_columns', [column])}"
+    return f"the model would not see the row's tools: {why}; {hint}"
+
+
 def _described(tool: object) -> object:
     bare = isinstance(tool, dict) and "name" in tool and "function" not in tool
     if isinstance(tool, dict) and bare and tool.get("type", "function") == "function":
@@ -458,10 +597,12 @@ def read_list(value: object, where: str) -> list[object] | None:
 
 
 def with_system(
-    messages: list[Message], value: object, column: str, default: str | None
+    encoder: Encoder, found: Match, row: Values, messages: list[Message]
 ) -> list[Message]:
-    """The messages after the system prompt of a row's column, or else after the default one if they
+    """The messages after the system prompt of the row's column, or else after the default one if they
     have none. Raises RowError."""
+    column, default = found.get("system") or "system", encoder.settings.get("system")
+    value = row.get(column) if "system" in found.columns else None
     if isinstance(value, dict):  # Gemini's systemInstruction
         value = value.get("parts", value.get("content"))
     if isinstance(value, list) and value:
@@ -495,6 +636,50 @@ def read_history(value: object) -> list[tuple[str, str]]:
                 form = "a list of pairs of texts, [question, answer]"
                 raise RowError(f"column 'history' must hold {form}")
     return rounds
+
+
+def _forms(messages: list[Message]) -> list[Form]:
+    """The forms in which templates take tool calls. Some (DeepSeek's) take the arguments only as
+    text, or see the calls only in messages without content. Mistral's want ids of nine letters."""
+    parsed, forms = parse_arguments(messages), list[list[Message]]()
+    for form in (parsed, write_arguments(messages)):
+        bare = [
+            {**message, "content": None}
+            if message.get("tool_calls") and not message["content"]
+            else message
+            for message in form
+        ]
+        forms += [each for each in (form, bare) if each not in forms]
+    if any(message.get("tool_calls") for message in parsed):
+        forms.append(_with_ids(parsed))
+    return [
+        Form(form, [one for one in arguments_of(form) if repr(one) != to_json(one)])
+        for form in forms
+    ]
+
+
+def _with_ids(messages: list[Message]) -> list[Message]:
+    """The messages with other ids of tool calls, of nine letters and digits. Results without an id
+    belong to the calls in their order."""
+    made, open_calls, changed = dict[str, str](), list[str](), list[Message]()
+    for number, message in enumerate(messages):
+        if calls := message.get("tool_calls"):
+            numbered = []
+            for at, call in enumerate(calls):
+                text = json.dumps([number, at, call], sort_keys=True, default=str)
+                own = hashlib.sha256(text.encode()).hexdigest()[:9]
+                made[str(call.get("id"))] = own
+                open_calls.append(own)
+                numbered.append({**call, "id": own})
+            message = {**message, "tool_calls": numbered}
+        elif message["role"] == "tool" and open_calls:
+            given = message.get("tool_call_id")
+            known = made.get(str(given)) if given else None
+            own = known if known in open_calls else open_calls[0]
+            open_calls.remove(own)
+            message = {**message, "tool_call_id": own}
+        changed.append(message)
+    return changed
 
 
 def parse_arguments(messages: list[Message]) -> list[Message]:
@@ -596,13 +781,15 @@ def refuse_empty_answers(messages: list[Message], loss_from: int) -> None:
             )
 
 
+HALF_PAIR = "holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
+
+
 def encodable(text: str, where: str) -> str:
     """The text. Raises RowError if it is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        what = "holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
-        raise RowError(f"{where} {what}") from None
+        raise RowError(f"{where} {HALF_PAIR}") from None
     return text
 
 
@@ -621,55 +808,3 @@ def instruction(parts: dict[str, object], rounds: list[tuple[str, str]], *, head
     before = [f"### Instruction:\n{asked}\n\n### Response:\n{told}" for asked, told in rounds]
     own = [f"### {name}:\n{text}" for name, text in shown]
     return "\n\n".join([*before, *own, "### Response:\n"])
-
-
-def forms_of(messages: list[Message]) -> list[list[Message]]:
-    """The forms in which templates take tool calls. Some (DeepSeek's) take the arguments only as
-    text, or see the calls only in messages without content. Mistral's want ids of nine letters."""
-    parsed, forms = parse_arguments(messages), list[list[Message]]()
-    for form in (parsed, write_arguments(messages)):
-        bare = [
-            {**message, "content": None}
-            if message.get("tool_calls") and not message["content"]
-            else message
-            for message in form
-        ]
-        forms += [each for each in (form, bare) if each not in forms]
-    if any(message.get("tool_calls") for message in parsed):
-        forms.append(_with_ids(parsed))
-    return forms
-
-
-def _with_ids(messages: list[Message]) -> list[Message]:
-    """The messages with other ids of tool calls, of nine letters and digits. Results without an id
-    belong to the calls in their order."""
-    made, open_calls, changed = dict[str, str](), list[str](), list[Message]()
-    for number, message in enumerate(messages):
-        if calls := message.get("tool_calls"):
-            numbered = []
-            for at, call in enumerate(calls):
-                text = json.dumps([number, at, call], sort_keys=True, default=str)
-                own = hashlib.sha256(text.encode()).hexdigest()[:9]
-                made[str(call.get("id"))] = own
-                open_calls.append(own)
-                numbered.append({**call, "id": own})
-            message = {**message, "tool_calls": numbered}
-        elif message["role"] == "tool" and open_calls:
-            given = message.get("tool_call_id")
-            known = made.get(str(given)) if given else None
-            own = known if known in open_calls else open_calls[0]
-            open_calls.remove(own)
-            message = {**message, "tool_call_id": own}
-        changed.append(message)
-    return changed
-
-
-def read_row_tools(row: Values, column: str | None) -> list[object] | None:
-    """The tools in a column of a row; None: it has none. Raises RowError."""
-    return None if column is None else read_tools(row.get(column), column)
-
-
-def unused_tools(column: str | None, why: str) -> str:
-    """The problem of a row whose tools the model would not see."""
-    hint = f"set data.chat_template to one that reads them, or {typed('data.ignore_columns', [column])}"
-    return f"the model would not see the row's tools: {why}; {hint}"

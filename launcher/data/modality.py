@@ -15,11 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from launcher.data.attachments import Attachment, Source
-from launcher.data.chat_template import Rendered
 from launcher.data.messages import Message
+from launcher.data.placing import place
 from launcher.recipe.layouts import ATTACHMENTS
 
 if TYPE_CHECKING:
+    from launcher.data.chat_template import Rendered
     from launcher.models.tower_inputs import TowerInputs
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -87,6 +88,12 @@ class Modality(ABC):
     @abstractmethod
     def of_export(cls, folder: Path, base: str | None) -> Self:
         """As of an exported model. base: that of an adapter."""
+
+    def place(
+        self, messages: Sequence[Message], column: object, *, placeholders: bool = True
+    ) -> tuple[list[Message], list[Source]]:
+        """See `launcher.data.placing.place`."""
+        return place(messages, column, self, placeholders=placeholders)
 
     @abstractmethod
     def expand(self, rendered: Rendered, sources: list[Any]) -> Rendered:

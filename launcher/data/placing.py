@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from launcher.data.attachments import Source
@@ -26,8 +26,10 @@ from launcher.data.messages import (
     part_keys,
     placeholder_of,
 )
-from launcher.data.modality import Modality
 from launcher.recipe.layouts import with_article
+
+if TYPE_CHECKING:
+    from launcher.data.modality import Modality
 
 _BASE64 = ("base64", "data")
 """Keys whose values are base64."""

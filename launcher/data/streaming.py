@@ -53,7 +53,7 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
-from launcher.recipe.layouts import KINDS, unused_line
+from launcher.recipe.layouts import KINDS, describe_column, unused_columns, unused_line
 from launcher.sources.finding import content_sample
 from launcher.sources.hub import load_data_set
 from launcher.sources.ranges import split
@@ -453,7 +453,10 @@ class StreamingDataset(IterableDataset[Collated | Unreadable]):
         part = next((part for part in parts if part.form in _DIVIDED), None)
         for row in itertools.islice(read_rows(part), _LOOKED_AT) if part is not None else ():
             with contextlib.suppress(RowError):  # reported when the row is read
-                self.encoder.note_unused(row.values or {}, unused)
+                values = row.values or {}
+                found = self.encoder.match(values)
+                for column, value in unused_columns(values, found, self.encoder.ignored):
+                    unused.setdefault(column, describe_column(column, value, found))
         return unused
 
 
