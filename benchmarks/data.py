@@ -36,13 +36,13 @@ LAUNCHER = """
 import json, sys, time
 started = time.perf_counter()
 from launcher.data.opening import open_dataset
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.objectives.next_token import NextToken
 from launcher.recipe.schema import Data
 folder, processes = sys.argv[1], int(sys.argv[2])
 data = Data(train=(folder + "/text.jsonl",), tokenizer=folder + "/tokenizer", cache=folder + "/cache", processes=processes)
 imported = time.perf_counter()
-found = open_dataset(data, data.train, tokenizer=data.tokenizer, model=ModelInputs(vocabulary=8192), build=True, objective=NextToken())
+found = open_dataset(data, data.train, tokenizer=data.tokenizer, model=ModelTraits(vocabulary=8192), build=True, objective=NextToken())
 print(json.dumps({"tokens": int(found.store.offsets[-1]), "seconds": time.perf_counter() - imported, "imports": imported - started}))
 """
 BY_HAND = """
@@ -68,7 +68,7 @@ from launcher.data.batching import RankBatchSampler, StreamOrder
 from launcher.data.encoder import make_encoder
 from launcher.sources.rows import find_parts
 from launcher.data.streaming import StreamingDataset
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.objectives.next_token import NextToken
 from launcher.recipe.schema import Data
 folder, step, length, positions = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
@@ -79,7 +79,7 @@ sampler = RankBatchSampler(
 )
 stream = StreamingDataset(
     find_parts(data.train, kind="text"), make_encoder("text", data, tokenizer=data.tokenizer), sampler=sampler, data=data, seed=1,
-    model=ModelInputs(), skipped_rows=None, objective=NextToken(),
+    model=ModelTraits(), skipped_rows=None, objective=NextToken(),
 )
 # Positions after the step: one step later
 start = {"order": stream.order, "samples": step * 1024, "positions": positions} if positions else None
@@ -98,7 +98,7 @@ sys.path.insert(0, ".")
 from launcher.data.batching import RankBatchSampler, SampleOrder
 from launcher.data.loader import make_loader
 from launcher.data.opening import open_dataset
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.objectives.next_token import NextToken
 from launcher.recipe.load import load_recipe
 from launcher.training.model import prepare_model
@@ -121,7 +121,7 @@ recipe = load_recipe(["recipe=sft", *common, "strategy.kind=ddp", "batch.micro_b
 device, data = torch.device("cpu"), recipe.data
 images = prepare_model(recipe, device=device).images
 started = time.process_time()
-dataset = open_dataset(data, data.train, tokenizer=recipe.model.path, model=ModelInputs(images=images), build=True, objective=NextToken())
+dataset = open_dataset(data, data.train, tokenizer=recipe.model.path, model=ModelTraits(images=images), build=True, objective=NextToken())
 found = {"tokenized": (time.process_time() - started) / count}
 order, one = SampleOrder(samples=count, seed=0, shuffle=False), dict(global_batch_size=1, micro_batch_size=1, rank=0, ranks=1)
 sampler = RankBatchSampler(order=order, first_step=0, steps=count, **one)

@@ -22,8 +22,8 @@ from typing import Any
 import yaml
 from transformers import TrainingArguments
 
+from launcher.convert.convert import convert_files
 from launcher.errors import RecipeError
-from launcher.recipe.moving.convert import convert_files
 
 RANKS = 8
 Values = dict[str, Any]

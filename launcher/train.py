@@ -22,7 +22,7 @@ if sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().p
     # Started as a file: its folder would come before the standard library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-from launcher.checkpoint.resume import Fresh, Start, choose_resume, finished_run
+from launcher.checkpoint.resume import Fresh, ResumePoint, choose_resume, finished_run
 from launcher.console import held_errors, prepare_streams
 from launcher.distributed.environment import (
     Environment,
@@ -123,7 +123,7 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
 
 def _decide(
     recipe: Recipe, run: RunFolder, environment: Environment, arguments: Sequence[str]
-) -> Start:
+) -> ResumePoint:
     """`choose_resume` of this start. Raises RecipeError."""
     restarted = run.was_begun_by(environment)
     return choose_resume(recipe, run, arguments=arguments, restarted=restarted)

@@ -7,7 +7,7 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -65,6 +65,9 @@ from launcher.recipe.load import recorded_recipe
 from launcher.recipe.schema import Model, Recipe
 from launcher.reliability.json_files import Json
 from launcher.sources.hub import NAMED_TEMPLATES, model_folder, refuse_links
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def export_checkpoint(
@@ -125,7 +128,7 @@ def _dtype(name: str | None) -> torch.dtype | None:
 class StoredModel:
     """A model on the meta device, and where its weights are."""
 
-    model: Any
+    model: PreTrainedModel
     read: Read
     dtype: torch.dtype
     """Dtype of the weights that the run started from; float32 if it started from none."""
@@ -222,7 +225,7 @@ def open_checkpoint_weights(
     return StoredModel(model, read, dtype, source)
 
 
-def _rounded(read: Read, model: Any, recipe: Recipe, source: ModelCheckpoint) -> Read:
+def _rounded(read: Read, model: nn.Module, recipe: Recipe, source: ModelCheckpoint) -> Read:
     """Reads weights with the rounding that a run with lora.quantize trained with."""
     if recipe.lora is None or recipe.lora.quantize is None:
         raise RecipeError("export: base: quantized: the run has no lora.quantize")

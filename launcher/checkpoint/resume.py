@@ -15,11 +15,11 @@ from launcher.checkpoint.files import STATE, list_checkpoints, verify
 from launcher.data.batching import Position
 from launcher.errors import RecipeError
 from launcher.recipe import schema
+from launcher.recipe.decisions import with_recorded
 from launcher.recipe.decode import subsection
 from launcher.recipe.load import argument_digests, load_recipe, to_yaml, with_digests
 from launcher.recipe.objectives import SECTIONS
 from launcher.recipe.schema import Recipe
-from launcher.recipe.validate import with_recorded
 from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 
@@ -313,14 +313,14 @@ class From:
     path: Path
 
 
-Start = Fresh | Latest | From
+ResumePoint = Fresh | Latest | From
 
 
 @dataclass(frozen=True)
-class Decision:
+class ResumeDecision:
     """What a start of a run does with the checkpoints that there are."""
 
-    start: Start
+    start: ResumePoint
     not_continued: str | None = None
     """Why this start does not continue a run in the folder. If there is a reason, the folder must
     not hold a run."""
@@ -330,7 +330,7 @@ class Decision:
 
 def decide(
     recipe: Recipe, run: RunFolder, *, arguments: Sequence[str] = (), restarted: bool = False
-) -> Decision:
+) -> ResumeDecision:
     """Decides what a start does, by the recipe of the newest checkpoint that can be read. Changes
     no file, and does not read the tensors: a damaged checkpoint is noticed when it is loaded.
 
@@ -343,13 +343,13 @@ def decide(
     except OSError as error:
         raise RecipeError(f"run.dir: {own} cannot be read: {error.strerror}") from None
     if wanted == "never" and not restarted:
-        return Decision(Fresh(), not_continued="checkpoint.resume is never")
+        return ResumeDecision(Fresh(), not_continued="checkpoint.resume is never")
     not_continued: str | None = None
-    start: Start
+    start: ResumePoint
     if wanted in ("auto", "never"):
         if not checkpoints:
             why = None if restarted else "there is no checkpoint to resume from"
-            return Decision(Fresh(), not_continued=why)
+            return ResumeDecision(Fresh(), not_continued=why)
         start = Latest()
     elif run.was_started_from(wanted):
         start = Latest() if checkpoints else From(Path(wanted))
@@ -360,19 +360,19 @@ def decide(
             not_continued += "(checkpoint.resume=auto continues it)"
     recorded = _newest(start, checkpoints)
     if recorded is None:
-        return Decision(start, not_continued)
+        return ResumeDecision(start, not_continued)
     recipe = with_recorded(recipe, recorded.recipe)
     now, allow = recipe_to_compare(recipe, recorded.environment), recipe.checkpoint.allow_changes
     check_recipe(recorded.path, recorded.recipe, now, allow=allow)
     if start == Latest() and wanted != "never":
         if finished := _finished(recipe, run, arguments, recorded, newest=checkpoints[-1]):
-            return Decision(start, finished=finished)
+            return ResumeDecision(start, finished=finished)
     if recipe.run.max_steps is not None and recorded.step > recipe.run.max_steps:
         raise RecipeError(
             f"run.max_steps: the run has {recipe.run.max_steps} steps, but {recorded.path} is of "
             f"step {recorded.step} already; give at least as many, or another run.dir"
         )
-    return Decision(start, not_continued)
+    return ResumeDecision(start, not_continued)
 
 
 def finished_run(arguments: Sequence[str]) -> str | None:
@@ -393,7 +393,7 @@ def finished_run(arguments: Sequence[str]) -> str | None:
 
 def choose_resume(
     recipe: Recipe, run: RunFolder, *, arguments: Sequence[str] = (), restarted: bool = False
-) -> Start:
+) -> ResumePoint:
     """The start of `decide`, for the process that writes to the folder. Raises RecipeError like
     `decide`, or if another run's record would be lost."""
     decision = decide(recipe, run, arguments=arguments, restarted=restarted)
@@ -420,7 +420,7 @@ def _saved_nothing(recipe: Recipe, run: RunFolder) -> bool:
 def _finished(
     recipe: Recipe, run: RunFolder, arguments: Sequence[str], recorded: _Recorded, *, newest: Path
 ) -> str | None:
-    """`Decision.finished` of a run whose newest checkpoint is `newest`."""
+    """`ResumeDecision.finished` of a run whose newest checkpoint is `newest`."""
     status = run.read_status()
     step = status.get("step") or 0
     if status.get("state") != "finished" or _has_more_to_do(recipe, recorded, run, arguments):
@@ -457,7 +457,7 @@ def _has_more_to_do(
     return recipe.run.max_steps > (status.get("steps") or status.get("step") or 0)
 
 
-def recorded_recipe(run: RunFolder, start: Start) -> Json:
+def recorded_recipe(run: RunFolder, start: ResumePoint) -> Json:
     """The recipe, without `auto`, of the checkpoint that a start resumes from; {} without one."""
     recorded = _recorded(run, start)
     return {} if recorded is None else recorded.recipe
@@ -474,7 +474,7 @@ class _Recorded(NamedTuple):
     environment: Json | None
 
 
-def _newest(start: Start, checkpoints: Sequence[Path]) -> _Recorded | None:
+def _newest(start: ResumePoint, checkpoints: Sequence[Path]) -> _Recorded | None:
     """The newest checkpoint that can be read, among the checkpoints that a start may resume from.
     checkpoints: all checkpoints of the run folder, oldest first."""
     match start:
@@ -486,13 +486,13 @@ def _newest(start: Start, checkpoints: Sequence[Path]) -> _Recorded | None:
             return next(filter(None, map(_read_recorded, reversed(checkpoints))), None)
 
 
-def _recorded(run: RunFolder, start: Start) -> _Recorded | None:
+def _recorded(run: RunFolder, start: ResumePoint) -> _Recorded | None:
     own = run.path / "checkpoints"
     return _newest(start, list_checkpoints(own) if start == Latest() else [])
 
 
 def earlier_strategy(
-    recipe: Recipe, run: RunFolder, start: Start, *, ranks: int, except_for: Collection[str]
+    recipe: Recipe, run: RunFolder, start: ResumePoint, *, ranks: int, except_for: Collection[str]
 ) -> Json | None:
     """The section `strategy` of the recipe in the checkpoint that a start resumes from.
 

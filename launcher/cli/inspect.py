@@ -54,20 +54,22 @@ def inspect(
     from launcher.cli.inspect_own import print_own_page
     from launcher.cli.inspect_page import print_page
     from launcher.models.config_keys import check_config_keys
-    from launcher.run import sizes
+    from launcher.planner import decisions, sizes
+    from launcher.planner.facts import Facts, Rows
 
     check_config_keys(loaded)
     if builder is not None:
         print_own_page(recipe, set, samples=samples, html=out)
         return EXIT_DONE
     rows = sizes.rows_here(recipe)
-    recipe, choices = sizes.choose_sizes(recipe, rows, ranks=nodes * (gpus or 1))
+    facts = Facts(ranks=nodes * (gpus or 1), rows=rows)
+    recipe, chosen = decisions.resolve(recipe, facts, decisions.needing("recipe", "rows"))
     sets = _sets_of(recipe.data, set)
     most = 600 if tokens is None else tokens
     print_page(recipe, set, sets, samples=samples, tokens=most, html=out)
-    if choices:
-        print(sizes.choices_text(rows, choices))
-    if isinstance(rows, sizes.Rows):
+    if chosen:
+        print(sizes.sizes_text(rows, chosen))
+    if isinstance(rows, Rows):
         # The time depends on the model and the machine, which only a plan looks at
         print(f"{sizes.run_length(recipe, rows).text()}; launcher plan says how long they take")
     return EXIT_DONE

@@ -36,9 +36,9 @@ from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives.base import count_attachments, dataset_objective
 from launcher.objectives.make import make_objective
+from launcher.planner.sizes import traits_from_recipe
 from launcher.recipe.layouts import ATTACHMENTS
 from launcher.recipe.schema import Batch, Recipe
-from launcher.run.sizes import model_inputs
 from launcher.sources.finding import find_parts
 from launcher.sources.rows import read_all
 from launcher.training.model import width_multiple
@@ -130,7 +130,10 @@ def print_page(
 
 def _open(recipe: Recipe, files: DataFiles) -> SequenceDataset:
     """Tokenizes a set. Of a stream, the first rows are packed as they are without streaming."""
-    data, model = files.data, replace(model_inputs(recipe), width_multiple=_width_multiple(recipe))
+    data, model = (
+        files.data,
+        replace(traits_from_recipe(recipe), width_multiple=_width_multiple(recipe)),
+    )
     tokenizer, patterns = tokenizer_name(data, recipe.model), files.patterns
     objective = make_objective(replace(recipe, data=data), trained=False).for_validation()
     if not (files.validation or files.held_out):

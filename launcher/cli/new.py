@@ -23,6 +23,7 @@ from launcher.console import bytes_as_text, program, two_digits, working
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError, suggestion
 from launcher.planner.formatting import speed_text
 from launcher.planner.machine import Machine
+from launcher.recipe.decisions import Choices, Derived
 from launcher.recipe.layouts import (
     ATTACHMENTS,
     TOKEN_KINDS,
@@ -35,7 +36,7 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.model_config import quantization, why_not_dequantized, why_not_packed
 from launcher.recipe.schema import Recipe
 from launcher.recipe.section import Section
-from launcher.recipe.yaml_text import parse_yaml
+from launcher.recipe.yaml_text import as_override, parse_yaml
 from launcher.sources.finding import first_row, rows_as_text
 from launcher.sources.hub import model_folder
 
@@ -158,16 +159,17 @@ def new(
     wanted = Wanted(model, data, kind, method, sequence_length, attachments)
     draft = load_text(wanted.text(machine), machine)
 
+    from launcher.planner import decisions, sizes
+    from launcher.planner.facts import Facts, Rows
     from launcher.planner.search import search_configurations
     from launcher.planner.speed import seconds_of_step
-    from launcher.run import sizes
 
     with working("counting the rows"):
         planned, note = plannable(draft)
         rows = sizes.rows_here(planned)
-        _, choices = sizes.choose_sizes(planned, rows, ranks=machine.ranks)
-        chosen = {choice[0].partition("=")[0]: choice for choice in choices}
-        wanted = replace(wanted, choices=chosen)
+        facts = Facts(ranks=machine.ranks, rows=rows)
+        _, chosen = decisions.resolve(planned, facts, decisions.needing("recipe", "rows"))
+        wanted = replace(wanted, choices={key: one for each in chosen for key, one in each.items()})
     with working("searching for the fastest configuration that fits"):
         draft = load_text(wanted.text(machine), machine)
         planned, note = plannable(draft)
@@ -180,7 +182,7 @@ def new(
     kept = dataclasses.replace(draft.data, packing=planned.data.packing)
     best = dataclasses.replace(result.best.recipe, data=kept)
     long = f"the usual sizes: {rows}" if isinstance(rows, str) else None
-    if isinstance(rows, sizes.Rows):
+    if isinstance(rows, Rows):
         run = sizes.run_length(best, rows)
         seconds = seconds_of_step(result.best.seconds, best, run.tokens)
         long = run.text(seconds, device=machine.device)
@@ -280,8 +282,8 @@ class Wanted:
     """None: as many tokens as the longest row needs."""
     attachments: Sequence[str] = ()
     """The kinds of attachments of rows."""
-    choices: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    """Override and reason of each size that the rows decide, by key; none yet: it is `auto`."""
+    choices: Choices = field(default_factory=dict)
+    """The sizes that the rows decide; none yet: they are `auto`."""
 
     def command(self, machine: Machine) -> str:
         """The command that asks for it."""
@@ -351,12 +353,12 @@ class Wanted:
         name = key.partition(".")[2]
         if key == "data.sequence_length" and self.sequence_length is not None:
             return f"{name}: {self.sequence_length}  # {_SIZES[key]}"
-        override, why = self.choices.get(key, ("=auto", ""))
+        choice = self.choices.get(key, Derived("auto", ""))
         what = _SIZES.get(key)
         if key == "data.sequence_length" and self.kind == "text":
             what = "tokens"
-        about = "; ".join(text for text in (what, why) if text)
-        return f"{name}: {override.partition('=')[2]}  # {about}"
+        about = "; ".join(text for text in (what, choice.reason) if text)
+        return f"{name}: {as_override(key, choice.value).partition('=')[2]}  # {about}"
 
 
 def _flow(section: Section, first: str) -> str:
@@ -448,8 +450,8 @@ def _changes(wanted: Wanted, machine: Machine) -> Iterator[list[tuple[Wanted, Ma
     from launcher.planner.search import NODES, SHORTEST
 
     yield [(replace(wanted, method=method), machine) for method in _LESS.get(wanted.method, ())]
-    chosen = wanted.choices.get("data.sequence_length", ("=4096", ""))[0].partition("=")[2]
-    lengths = [(wanted.sequence_length or int(chosen)) // 2**n for n in range(1, 20)]
+    chosen = wanted.choices.get("data.sequence_length", Derived(4096, "")).value
+    lengths = [(wanted.sequence_length or chosen) // 2**n for n in range(1, 20)]
     yield [
         (replace(wanted, sequence_length=length), machine)
         for length in lengths
@@ -468,8 +470,7 @@ def _first_fit(changes: Iterable[tuple[Wanted, Machine]], *, offload: bool = Tru
 
     for wanted, machine in changes:
         size = -(-32 // machine.ranks) * machine.ranks  # the rows decide it when it is asked for
-        choices = {"batch.global_batch_size": (f"batch.global_batch_size={size}", "")}
-        choices = {**wanted.choices, **choices}
+        choices = wanted.choices | {"batch.global_batch_size": Derived(size, "")}
         wanted = replace(wanted, choices=choices)
         recipe, _ = plannable(load_text(wanted.text(machine), machine))
         found = smallest_that_fits(recipe, machine)

@@ -27,7 +27,7 @@ def new_from(
     output. Returns the exit status: 3 if something that changes the training is lost, or the recipe
     cannot train.
     """
-    from launcher.recipe.moving.convert import convert_files
+    from launcher.convert.convert import convert_files
 
     converted = convert_files(
         [Path(name.strip()) for name in files.split(",") if name.strip()],

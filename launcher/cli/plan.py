@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
@@ -30,9 +29,7 @@ from launcher.planner.formatting import as_text
 from launcher.planner.machine import Machine
 from launcher.planner.page import write_plan
 from launcher.planner.plan_as_json import as_json
-from launcher.recipe.load import load_recipe
-from launcher.recipe.schema import Recipe
-from launcher.recipe.validate import open_keys
+from launcher.recipe.load import LoadedRecipe, load_recipe
 from launcher.reliability.json_files import Json
 
 _Nodes = Annotated[int, option("Nodes.", "N")]
@@ -108,17 +105,17 @@ def plan(
         host_memory=host_memory,
         rates=None if rates is None else machines.read_rates(rates),
     )
-    recipe = load_recipe(overrides, ranks=machine.ranks, files=False).recipe
+    loaded = load_recipe(overrides, ranks=machine.ranks, files=False)
     if out is not None:
         make_parent_of_file(out, "out")
     if verify and measure_fastest:
         raise RecipeError("command line: verify, measure: give one of them")
     if verify or measure_fastest:
         machine = _this_machine(machine, "verify" if verify else "measure", gpu)
-    set_compile_cache(cache_folder(recipe.data.cache))
+    set_compile_cache(cache_folder(loaded.recipe.data.cache))
     try:
         arguments = (notes, search and not verify, verify, measure_fastest, print_json)
-        report = copy_context().run(_report, overrides, machine, *arguments)
+        report = copy_context().run(_report, loaded, overrides, machine, *arguments)
     except TrainingError as error:
         print(error, file=sys.stderr)
         return EXIT_FAILED
@@ -133,6 +130,7 @@ def plan(
 
 
 def _report(
+    loaded: LoadedRecipe,
     overrides: list[str],
     machine: Machine,
     notes: list[str],
@@ -146,20 +144,23 @@ def _report(
     from launcher.models.attention import planned_gpu
     from launcher.models.config_keys import check_config_keys
     from launcher.planner import (
+        choice,
+        decisions,
         fastest,
         known_models,
         measurement,
         plan,
         profile,
-        recipe_values,
         search,
+        sizes,
+        speed,
     )
-    from launcher.run import auto, sizes
+    from launcher.planner.facts import Facts, Rows
+    from launcher.strategies.compilation import why_eager
 
     if not notes:  # not for the GPUs of this machine
         planned_gpu.set(machine.name)
     gc.freeze()  # collections would scan the imported modules again and again
-    loaded = load_recipe(overrides, ranks=machine.ranks, files=False)
     check_config_keys(loaded)
     recipe, progress = loaded.recipe, partial(working, quiet=quiet)
     if not (verify or measure_fastest):
@@ -167,29 +168,28 @@ def _report(
         notes = [*notes, known] if known else notes
     with progress("counting the rows"):
         rows = sizes.rows_here(recipe)
-    recipe, choices = sizes.choose_sizes(recipe, rows, ranks=machine.ranks)
-    overrides = [*overrides, *(override for override, _ in choices)]
-    chosen_sizes = sizes.choices_text(rows, choices).splitlines() if choices else []
-    if recipe.model.compile == "auto":
-        here = verify or measure_fastest
-        recipe, note = recipe_values.with_compile(recipe, machine.device, check_triton=here)
-        word = f"model.compile={str(recipe.model.compile).lower()}"
-        overrides, notes = [*overrides, word], [*notes, note]
+    facts = Facts(
+        ranks=machine.ranks,
+        rows=rows,
+        machine=machine,
+        why_eager=why_eager(machine.device, check_triton=verify or measure_fastest),
+        profiles=choice.profiled(machine),
+    )
+    recipe, chosen = decisions.resolve(recipe, facts, decisions.needing("recipe", "rows"))
+    overrides = [*overrides, *(word for each in chosen for word in decisions.overrides_of(each))]
+    chosen_sizes = sizes.sizes_text(rows, chosen).splitlines() if chosen else []
     with progress("choosing what is auto"):
-        functions = [_choose]
-        if not measure_fastest:  # which compares configurations that compute logits again
-            functions.append(_choose_logits)
-        for choose in functions:
-            if (chosen := choose(recipe, machine)) is not None:
-                recipe, added, note = chosen
-                overrides, notes = [*overrides, *added], [*notes, note]
+        # Measurements compare configurations that compute logits again
+        logits = not measure_fastest
+        recipe, added, reasons = decisions.resolve_for_plan(recipe, facts, logits=logits)
+        overrides, notes = [*overrides, *added], [*notes, *reasons]
     result = verified = trials = None
     if with_search:  # first: it traces the recipe together with other configurations
         with progress("tracing steps and searching for a faster configuration"):
             result = search.search_configurations(recipe, machine, keep_written=True)
     with progress("tracing a step"):
         planned = plan.make_plan(recipe, machine)
-    if isinstance(rows, sizes.Rows):
+    if isinstance(rows, Rows):
         try:
             sizes.check_repeats(recipe, sizes.run_length(recipe, rows).samples)
         except RecipeError as error:
@@ -203,13 +203,13 @@ def _report(
         with progress("training three steps"):
             (verified,) = measurement.measure_recipes([overrides], ranks=machine.ranks, gpus=gpus)
     length = None
-    if isinstance(rows, sizes.Rows) and recipe.model.builder is None:
+    if isinstance(rows, Rows) and recipe.model.builder is None:
         run, shapes = (
             sizes.run_length(recipe, rows),
             profile.profile_model(recipe, device=machine.device),
         )
-        seconds = auto.seconds_of_steps(recipe, run.tokens, shapes, machine)
-        faster = auto.faster_text(
+        seconds = speed.seconds_of_steps(recipe, run.tokens, shapes, machine)
+        faster = speed.faster_text(
             recipe, tokens=run.tokens, steps=run.steps, seconds=seconds, machine=machine
         )
         length = dataclasses.asdict(run)
@@ -222,46 +222,6 @@ def _report(
         "sizes": chosen_sizes,
         "length": length,
     }
-
-
-def _choose(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], str] | None:
-    """The recipe with each `auto` replaced, the overrides that do the same, and a note. None if
-    nothing is `auto`."""
-    from launcher.planner import candidates, profile, search
-    from launcher.run import auto as detect
-
-    if not open_keys(recipe):
-        if not detect.open_collectives(recipe, ranks=machine.ranks):
-            return None
-        full = profile.profile_model(recipe, device=machine.device)
-        shapes = dataclasses.replace(full, saved={})
-        chosen, why = detect.choose_collectives(recipe, machine, (shapes, lambda: full))
-        added = candidates.overrides_between(recipe, chosen)
-        return chosen, added, f"auto stands for {why}"
-    if (choice := detect.choose(recipe, machine)) is not None:
-        chosen, overrides, why = choice
-        return chosen, overrides, f"auto stands for {' '.join(overrides)}: {why}"
-    chosen = search.concrete(recipe, machine)
-    overrides = candidates.overrides_between(recipe, chosen)
-    unknown = machine.memory is None and machine.host_memory is None
-    why = "no memory is known to choose for" if unknown else "nothing fits"
-    return chosen, overrides, f"auto is shown as {' '.join(overrides)}: {why}"
-
-
-def _choose_logits(recipe: Recipe, machine: Machine) -> tuple[Recipe, Sequence[str], str] | None:
-    """The recipe with a value for `model.keep_logits: auto`, an override that does the same,
-    and a note. None if the key is not `auto`, or if the memory is not known."""
-    from launcher.planner import candidates, profile
-    from launcher.run import auto as detect
-
-    if recipe.model.keep_logits != "auto" or machine.memory is None:
-        return None
-    full = profile.profile_model(recipe, device=machine.device)
-    shapes = dataclasses.replace(full, saved={})
-    if (choice := detect.choose_logits(recipe, machine, (shapes, lambda: full))) is None:
-        return None
-    chosen, why = choice
-    return chosen, candidates.overrides_between(recipe, chosen), f"auto stands for {why}"
 
 
 def _this_machine(machine: Machine, option: str, gpu: str | None) -> Machine:

@@ -63,14 +63,14 @@ def _tokenize(recipe: Recipe, files: DataFiles) -> None:
     from launcher.data.problems import causes
     from launcher.data.token_store import open_store
     from launcher.data.tokenizer import tokenizer_name
+    from launcher.planner.sizes import traits_from_recipe
     from launcher.recipe.layouts import unused_line
-    from launcher.run.sizes import model_inputs
 
     store = open_store(
         files.patterns,
         files.data,
         tokenizer=tokenizer_name(recipe.data, recipe.model),
-        model=model_inputs(recipe),
+        model=traits_from_recipe(recipe),
         validation=files.validation,
         build=True,
     )

@@ -148,7 +148,7 @@ def _open(run: Path, recipe: Recipe) -> RunData:
     from launcher.checkpoint.reader import read_state
     from launcher.data.attachment_inputs import attachments_of
     from launcher.data.run_data import open_run_data
-    from launcher.data.token_store import ModelInputs
+    from launcher.data.token_store import ModelTraits
     from launcher.data.tokenizer import tokenizer_name
     from launcher.distributed.rank_layout import RankLayout
     from launcher.objectives.make import make_objective
@@ -164,7 +164,7 @@ def _open(run: Path, recipe: Recipe) -> RunData:
         batch,
         recipe.run,
         objective=make_objective(recipe, trained=False),
-        model=ModelInputs(
+        model=ModelTraits(
             tokenizer=tokenizer_name(data, recipe.model),
             attachments=attachments_of(recipe.attachments, recipe.model),
         ),
@@ -216,6 +216,7 @@ def _losses(
 
     from launcher.checkpoint.export import open_checkpoint_weights, open_exported_weights
     from launcher.data.collation import raise_error
+    from launcher.data.dataset import SequenceDataset
     from launcher.data.loader import to_device
     from launcher.data.messages import RowError
     from launcher.models.towers import use_towers
@@ -248,7 +249,7 @@ def _losses(
     objective = make_objective(recipe).for_validation()
     for row in rows:
         dataset, sample = row.dataset, row.sample
-        if row.of is not None:  # data of a builder has an objective of its own
+        if isinstance(dataset, SequenceDataset):  # a builder's has an objective of its own
             attachments = dataset.inputs.attachments.of_model(model)
             inputs = dataclasses.replace(dataset.inputs, attachments=attachments)
             dataset = dataclasses.replace(dataset, objective=objective, inputs=inputs)

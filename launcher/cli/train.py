@@ -32,6 +32,7 @@ from launcher.errors import (
 )
 from launcher.recipe.decode import dotted
 from launcher.recipe.load import load_recipe
+from launcher.recipe.yaml_text import as_override
 from launcher.reliability.lock import current_owner
 from launcher.reliability.run_directory import RunFolder
 from launcher.reliability.signals import (
@@ -91,9 +92,9 @@ def train(
         return EXIT_DONE
     loaded = load_recipe(overrides, ranks=gpus and gpus * nodes, hub=True)
     recipe, derived = loaded.recipe, loaded.origins.derived
-    for path, why in derived.items():  # the ranks do not look for it again
-        print(f"{dotted(path)}: {why}")
-        overrides = [*overrides, f"{dotted(path)}={why.partition(',')[0]}"]
+    for path, value in derived.items():  # the ranks do not look for it again
+        print(f"{dotted(path)}: {value}")
+        overrides = [*overrides, as_override(dotted(path), value.value)]
     if gpus is not None:
         _check_gpus(gpus, recipe.run.device)
     run = RunFolder(Path(recipe.run.dir))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +14,14 @@ from torch import nn
 
 from launcher.data.images import RowImages
 from launcher.data.modality import Arrays, Modality
-from launcher.models.applied import applied
 from launcher.models.micro_batch import MicroBatch, RowPart
+from launcher.models.record import record_of
 from launcher.models.tower_inputs import form_of
 from launcher.models.towers import takes_attachments, token_types
 from launcher.recipe import schema
+
+if TYPE_CHECKING:
+    from launcher.data.token_store import TokenStore
 
 Sample = dict[str, npt.NDArray[Any]]
 Integers = npt.NDArray[np.int64]
@@ -65,7 +68,7 @@ class ModelAttachments:
         """The same for a model with `Towers`."""
         if not self.modalities:
             return self
-        towers = applied(model).towers
+        towers = record_of(model).towers
         assert towers is not None
         made = (replace(one, tower=towers.kinds[one.kind].inputs) for one in self.modalities)
         return replace(
@@ -82,7 +85,7 @@ class ModelAttachments:
         return replace(self, modalities=tuple(known))
 
     def complete(
-        self, sample: Sample, store: Any, pieces: Iterable[tuple[int, int, int]]
+        self, sample: Sample, store: TokenStore, pieces: Iterable[tuple[int, int, int]]
     ) -> Sample:
         """The sample with `attachments`, those of its pieces of a `TokenStore`, and for models with
         positions of a grid `grid_positions`, (3, tokens). pieces: see `SequenceDataset.pieces`. Raises
@@ -263,7 +266,7 @@ def blank_arguments(
     }
 
 
-def own_attachments(model: Any, modalities: Iterable[Modality]) -> ModelAttachments:
+def own_attachments(model: nn.Module, modalities: Iterable[Modality]) -> ModelAttachments:
     """What transformers' own forward method of a model takes of rows. modalities: how rows would have
     attachments. Raises RecipeError if a processor cannot be loaded."""
     taken = tuple(one for one in modalities if takes_attachments(model, one.kind))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ from launcher.data.attachment_inputs import Sample as Sample
 from launcher.errors import RecipeError
 from launcher.models.documents import documents_at
 from launcher.models.micro_batch import IGNORED, WHOLE_ROW, Masking, MicroBatch, RowPart
+
+if TYPE_CHECKING:
+    from launcher.data.token_store import TokenStore
 
 Integers = npt.NDArray[np.integer[Any]]
 Piece = tuple[npt.NDArray[Any], ...]
@@ -104,13 +107,13 @@ class RowInputs:
     """Whether samples share rows, which are padded to the longest one of their micro-batch."""
     masking: Masking = "mask"
     recurrent: bool = False
-    """See `ModelInputs`."""
+    """See `ModelTraits`."""
     part: RowPart = WHOLE_ROW
     """The part of each row that this rank computes."""
     padding: int = 0
     """The model's id for padding."""
     width_multiple: int = 1
-    """See `ModelInputs`."""
+    """See `ModelTraits`."""
     attachments: ModelAttachments = TEXT_ALONE
     """How it takes what rows have beside text."""
 
@@ -144,7 +147,7 @@ class RowInputs:
         return row
 
     def of_prompts(
-        self, ids: Integers, store: Any, pieces: Sequence[Sequence[tuple[int, int, int]]]
+        self, ids: Integers, store: TokenStore, pieces: Sequence[Sequence[tuple[int, int, int]]]
     ) -> Collated:
         """A micro-batch of rows that are answered: `collate`, also where rows are packed or divided.
         ids: (rows, tokens), which begin with the pieces of a store, and have room for answers.

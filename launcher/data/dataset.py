@@ -26,7 +26,7 @@ from launcher.data.encoder import PromptForm
 from launcher.data.messages import RowError
 from launcher.data.packing import Integers, Sequences, text_lengths
 from launcher.data.problems import causes
-from launcher.data.token_store import ModelInputs, TokenStore
+from launcher.data.token_store import ModelTraits, TokenStore
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.layouts import unused_line
@@ -45,7 +45,7 @@ class SampleMaker(Protocol):
         self,
         store: TokenStore,
         data: schema.Data,
-        model: ModelInputs,
+        model: ModelTraits,
         *,
         documents: Integers | None = None,
     ) -> SequenceDataset: ...

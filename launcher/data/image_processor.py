@@ -235,11 +235,6 @@ class ImageProcessor:
         """The same with pixels that are not normalized."""
         return self.process(_gray(), in_bytes=True).arrays
 
-    @property
-    def blank_batch(self) -> Arrays:
-        """The arrays of a micro-batch with that image alone."""
-        return self.join([self.blank])
-
     def join(self, images: list[Arrays]) -> Arrays:
         """The arrays of several images. Those of different sizes are padded with zeros on the right
         and at the bottom: models read their sizes."""

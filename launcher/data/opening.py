@@ -17,7 +17,7 @@ from launcher.data.held_out import copy_documents, split_documents
 from launcher.data.modality import Modality
 from launcher.data.packing import text_lengths
 from launcher.data.problems import SHOWN
-from launcher.data.token_store import ModelInputs, TokenStore, open_store, rows_of_documents
+from launcher.data.token_store import ModelTraits, TokenStore, open_store, rows_of_documents
 from launcher.errors import RecipeError
 from launcher.recipe import schema
 from launcher.recipe.layouts import KINDS
@@ -29,7 +29,7 @@ def open_dataset(
     *,
     objective: SampleMaker,
     tokenizer: str | None,
-    model: ModelInputs,
+    model: ModelTraits,
     build: bool,
     validation: bool = False,
     held_out: bool = False,

@@ -8,8 +8,9 @@ from typing import Any
 
 from launcher.data.batching import NO_SAMPLE
 from launcher.data.custom import CustomDataset
-from launcher.data.dataset import MixtureDataset
+from launcher.data.dataset import MapData, MixtureDataset, SequenceDataset
 from launcher.data.run_data import RunData
+from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import rows_of_documents
 
 
@@ -21,8 +22,8 @@ class TrainedRow:
     """Number of the sequence in the step, from 1."""
     source: str
     """Name of the source in a mixture; otherwise empty."""
-    dataset: Any
-    sample: Any
+    dataset: SequenceDataset | CustomDataset
+    sample: Any  # that of a builder has any type
     """This row alone, as the data set's `collate` takes it, but for what it has beside text."""
     document: int = 0
     first: int = 0
@@ -42,6 +43,7 @@ def trained_rows(opened: RunData, positions: range, *, tokenizer: str | None) ->
     """
     data = opened.data
     rows: list[TrainedRow] = []
+    assert not isinstance(opened.training, StreamingDataset)
     for sequence, position in enumerate(positions, start=1):
         if (index := opened.order.sample(position)) != NO_SAMPLE:
             rows += _rows_of(opened.training, index, sequence)
@@ -49,28 +51,30 @@ def trained_rows(opened: RunData, positions: range, *, tokenizer: str | None) ->
         source = data.sources()[name]
         assert isinstance(source.train, tuple)
         mine = [row for row in rows if row.source == name]
+        dataset = mine[0].dataset
+        assert isinstance(dataset, SequenceDataset)
         of_documents = rows_of_documents(
-            mine[0].dataset.store,
+            dataset.store,
             source.train,
             source,
             {row.document for row in mine},
             tokenizer=tokenizer,
-            modalities=mine[0].dataset.inputs.attachments.modalities,
+            modalities=dataset.inputs.attachments.modalities,
         )
         for row in mine:
             row.where, row.question = of_documents[row.document]
     return rows
 
 
-def _rows_of(dataset: Any, index: int, sequence: int) -> Iterator[TrainedRow]:
+def _rows_of(dataset: MapData, index: int, sequence: int) -> Iterator[TrainedRow]:
     source, begin = "", 0
     if isinstance(dataset, MixtureDataset):
         source, index = dataset.locate(index)
         dataset = dataset.parts[source]
     if isinstance(dataset, CustomDataset):
-        sample = dataset[index]
+        drawn = dataset[index]
         where = f"sample {index % len(dataset)} of {dataset.name}"
-        yield TrainedRow(sequence, source, dataset, sample, where=where)
+        yield TrainedRow(sequence, source, dataset, drawn, where=where)
         return
     sample = dataset.objective.sample(dataset, index)
     dataset = dataset.one_document_in_a_row()

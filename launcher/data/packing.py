@@ -10,7 +10,7 @@ import bisect
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,9 @@ import numpy.typing as npt
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.layouts import KINDS
+
+if TYPE_CHECKING:
+    from launcher.data.token_store import TokenStore
 
 Integers = npt.NDArray[np.int64]
 _COUNTED_TOKENS = 1 << 22
@@ -118,11 +121,15 @@ def _before_cut_attachments(pieces: Sequences, first: Integers, end: Integers) -
     return replace(pieces, lengths=lengths, cut_tokens=pieces.cut_tokens + more)
 
 
-def text_lengths(store: Any, texts: int) -> Integers:
-    """Tokens of each document of a `TokenStore`; with two `texts`, of a pair's longer answer with its
+def text_lengths(store: TokenStore, texts: int) -> Integers:
+    """Tokens of each document; with two `texts`, of a pair's longer answer with its
     prompt."""
     lengths: Integers = np.diff(store.offsets)
-    return lengths if texts == 1 else np.maximum(store.first_lengths, lengths - store.first_lengths)
+    if texts == 1:
+        return lengths
+    assert store.first_lengths is not None
+    longer: Integers = np.maximum(store.first_lengths, lengths - store.first_lengths)
+    return longer
 
 
 def separate_pairs(

@@ -41,7 +41,7 @@ from launcher.data.loader import (
 from launcher.data.opening import make_order, open_dataset
 from launcher.data.streaming import ShardPosition, StreamingDataset
 from launcher.data.template_source import read_template
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.data.tokenizer import (
     ALPACA_TEMPLATE,
     hugging_face_tokenizer,
@@ -81,11 +81,12 @@ class RunData:
     def changed(self, change: Callable[[SequenceDataset], SequenceDataset]) -> RunData:
         """The data with each set of documents changed, that for training first."""
 
-        def of(dataset: Any) -> Any:
-            return dataset.changed(change)
-
-        training = of(self.training)
-        validation = {name: of(dataset) for name, dataset in self.validation.items()}
+        assert not isinstance(self.training, StreamingDataset | CustomDataset)
+        training = self.training.changed(change)
+        validation: dict[str, MapData] = {}
+        for name, evaluated in self.validation.items():
+            assert not isinstance(evaluated, CustomDataset)
+            validation[name] = evaluated.changed(change)
         return replace(self, training=training, validation=validation)
 
     @property
@@ -204,7 +205,7 @@ def open_run_data(
     run: schema.Run,
     *,
     objective: SampleMaker,
-    model: ModelInputs,
+    model: ModelTraits,
     ranks: RankLayout,
     build: bool,
     skipped_rows: Path | None,

@@ -11,7 +11,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ from xxhash import xxh3_64_intdigest
 from launcher.data.attachments import moved_attachments
 from launcher.errors import RecipeError, first_line
 from launcher.files import checksum_of, commit_folder, flush, flush_path, replace_text
+
+if TYPE_CHECKING:
+    from launcher.data.token_store import TokenStore
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class MappedArray(np.memmap[Any, Any]):
         return MappedArray, (self.filename, self.dtype, "r", offset, self.shape)
 
 
-def document_hashes(store: Any) -> Hashes:
+def document_hashes(store: TokenStore) -> Hashes:
     """A hash of the tokens and attachments of each document of a TokenStore, (documents,)."""
     tokens = np.ascontiguousarray(store.ids).data.cast("B")
     bounds = itertools.pairwise((store.offsets * store.ids.itemsize).tolist())
@@ -151,7 +154,7 @@ class StoreWriter:
         for file in self._files.values():
             file.close()
 
-    def add(self, store: Any) -> None:
+    def add(self, store: TokenStore) -> None:
         """Appends the documents of a TokenStore."""
         weights = store.weights
         if store.margins is not None:  # of each token, as in the stores of earlier versions
@@ -169,8 +172,10 @@ class StoreWriter:
             self._append("labels", store.targets)
         self._append("lengths", np.diff(store.offsets))
         self._append("hashes", document_hashes(store))
+        assert store.origins is not None
         self._append("origins", store.origins)
         if (table := store.attachments) is not None:
+            assert store.attachment_data is not None
             moved = moved_attachments(table, self._tokens, self._attached_bytes)
             self._append("attachments", moved)
             self._append("attachment_data", store.attachment_data)
@@ -288,7 +293,7 @@ def _copy_beginning(source: Path, target: Path, size: int) -> None:
             size -= written.write(block)
 
 
-def spilled(store: Any, name: Path) -> Any:
+def spilled(store: TokenStore, name: Path) -> TokenStore:
     """The same documents of a TokenStore, with their arrays in files `NAME.FIELD`, which
     `remove_spilled` removes: processes exchange their names only."""
     arrays: dict[str, Any] = {}
@@ -301,7 +306,7 @@ def spilled(store: Any, name: Path) -> Any:
     return replace(store, **arrays)
 
 
-def remove_spilled(store: Any) -> None:
+def remove_spilled(store: TokenStore) -> None:
     """Removes the files of `spilled`."""
     for field in _SPILLED:
         if isinstance(values := getattr(store, field), MappedArray):

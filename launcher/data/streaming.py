@@ -48,7 +48,7 @@ from launcher.data.documents import Encoded
 from launcher.data.encoder import Encoder, PromptForm, prompt_form
 from launcher.data.messages import RowError
 from launcher.data.packing import first_names, no_targets
-from launcher.data.token_store import ModelInputs, check_range, one_document
+from launcher.data.token_store import ModelTraits, check_range, one_document
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
@@ -306,7 +306,7 @@ class StreamingDataset(IterableDataset[Collated | Unreadable]):
         sampler: RankBatchSampler,
         data: schema.Data,
         seed: int,
-        model: ModelInputs,
+        model: ModelTraits,
         skipped_rows: Path | None,
         file_notes: Sequence[str] = (),
     ) -> None:

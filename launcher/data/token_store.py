@@ -97,7 +97,7 @@ _Int32s = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
-class ModelInputs:
+class ModelTraits:
     """What the data needs to know of the model."""
 
     tokenizer: str | None = None
@@ -231,7 +231,7 @@ def open_store(
     data: schema.Data,
     *,
     tokenizer: str | None,
-    model: ModelInputs = ModelInputs(),
+    model: ModelTraits = ModelTraits(),
     validation: bool = False,
     build: bool,
 ) -> TokenStore:
@@ -297,7 +297,7 @@ class OutOfRangeError(RecipeError):
     """A row has a token or a class that the model does not have."""
 
 
-def _refuse_again(refused: Path, model: ModelInputs) -> None:
+def _refuse_again(refused: Path, model: ModelTraits) -> None:
     """Raises OutOfRangeError if a start has found it in these files for a model of this size."""
     try:
         *limits, problem = json.loads(refused.read_bytes())
@@ -307,7 +307,7 @@ def _refuse_again(refused: Path, model: ModelInputs) -> None:
         raise OutOfRangeError(problem)
 
 
-def _out_of_range(store: TokenStore, model: ModelInputs) -> bool:
+def _out_of_range(store: TokenStore, model: ModelTraits) -> bool:
     """Whether a document has a token or a class that the model does not have."""
     classes = 0 if store.classes is None else int(store.classes.max(initial=-1)) + 1
     largest = store.largest_id
@@ -316,7 +316,7 @@ def _out_of_range(store: TokenStore, model: ModelInputs) -> bool:
     return model.classes is not None and classes > model.classes
 
 
-def _first_out_of_range(store: TokenStore, model: ModelInputs) -> int:
+def _first_out_of_range(store: TokenStore, model: ModelTraits) -> int:
     """The number of the first such document."""
     first = store.documents
     if model.classes is not None and store.classes is not None:
@@ -372,13 +372,13 @@ def rows_of_documents(
     return found
 
 
-def check_range(encoded: Encoded, model: ModelInputs) -> None:
+def check_range(encoded: Encoded, model: ModelTraits) -> None:
     """Raises OutOfRangeError if the model has no such token or class."""
     largest = max(int(ids.max(initial=-1)) for ids in (encoded.ids, encoded.targets))
     _check_range(encoded.row, largest, encoded.class_number, model)
 
 
-def _check_range(row: Row, largest: int, class_number: int | None, model: ModelInputs) -> None:
+def _check_range(row: Row, largest: int, class_number: int | None, model: ModelTraits) -> None:
     if model.vocabulary is not None and largest >= model.vocabulary:
         what = f"is beyond the model's vocabulary of {model.vocabulary} (model.config.vocab_size)"
         raise OutOfRangeError(f"{row.where}: token id {largest} {what}")
@@ -437,7 +437,7 @@ def _build(
     encoder: Encoder,
     data: schema.Data,
     *,
-    model: ModelInputs,
+    model: ModelTraits,
     lock: Ownership,
 ) -> None:
     """Tokenizes into `scratch`, which becomes `folder`. If this process is killed or interrupted,
@@ -549,7 +549,7 @@ def _tokenize(
     data: schema.Data,
     *,
     files: Mapping[str, int],
-    model: ModelInputs,
+    model: ModelTraits,
     done: int,
     spill: Path,
 ) -> Iterator[list[TokenStore]]:
@@ -616,7 +616,7 @@ def _tasks(parts: list[SourcePart], limit: int | None) -> list[list[SourcePart]]
 
 def _run_task(
     encoder: Encoder,
-    model: ModelInputs,
+    model: ModelTraits,
     on_error: str,
     spill: Path,
     files: Mapping[str, int],

@@ -37,6 +37,7 @@ from launcher.libraries.private import (
 )
 from launcher.models import tracing
 from launcher.models.description import (
+    Config,
     describe,
     has_other_inputs,
     largest_of_layers,
@@ -267,7 +268,7 @@ def _varlen_kernel() -> str:
     return f"FlashAttention-{version} (varlen_attn)"
 
 
-def _sizes_of_heads(config: Any) -> tuple[int, int, int]:
+def _sizes_of_heads(config: Config) -> tuple[int, int, int]:
     """The numbers of query heads and of key heads, and their size."""
     heads = getattr(config, "num_attention_heads", 1)
     groups = getattr(config, "num_key_value_heads", None) or heads

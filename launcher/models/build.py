@@ -15,13 +15,13 @@ from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.libraries import families
-from launcher.models.applied import applied
 from launcher.models.config_overrides import changed_config
 from launcher.models.constructors import Draws, refuse_plain_tensors
 from launcher.models.dequantized import settings_of
 from launcher.models.description import has_other_inputs, text_config
 from launcher.models.initialization import check_initializers
 from launcher.models.names import clean_name
+from launcher.models.record import record_of
 from launcher.models.tensor_names import record_conversions
 from launcher.recipe.functions import call_function
 from launcher.recipe.model_config import value_problems, why_not_dequantized
@@ -284,7 +284,7 @@ def _from_builder(name: str, arguments: Mapping[str, object]) -> nn.Module:
     check_initializers(built)
     refuse_plain_tensors(built)
     # Before the dtype changes, by which parameters get other storages
-    applied(built).draws = draws.after_initializers(built)
+    record_of(built).draws = draws.after_initializers(built)
     return built.float()
 
 

@@ -1,7 +1,7 @@
 """Everything that is done to a model between its class and its strategy: one list, in order.
 
 The functions below are called from top to bottom, and so are the steps in each of them. A comment
-says why a step has its place. `applied(model)` says which steps a model has behind it. Activation
+says why a step has its place. `record_of(model)` says which steps a model has behind it. Activation
 checkpointing, compilation and the strategy follow (`strategies/wrap.py`).
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from launcher.errors import RecipeError
 from launcher.models.adapter_files import adapter_loader
-from launcher.models.applied import applied
 from launcher.models.attention import drop_causal_mask, isolate_documents, use_tower_attention
 from launcher.models.build import build_model, is_pretrained
 from launcher.models.context_parallel import apply_context_parallel
@@ -34,12 +33,16 @@ from launcher.models.lora import add_adapters
 from launcher.models.new_rows import grow_vocabulary
 from launcher.models.nf4_layers import quantize_blocks
 from launcher.models.precision import kept_in_float32
+from launcher.models.record import record_of
 from launcher.models.recurrent import separate_documents, use_operators_without_values
 from launcher.models.tensor_parallel import PlannedMesh, apply_tensor_parallel
 from launcher.models.towers import Trained, use_towers
 from launcher.recipe import schema
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, other_base
 from launcher.recipe.layouts import ATTACHMENTS, nouns_of, with_article
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +53,7 @@ def build_with_tokens(
     sequence_length: int,
     labels: Sequence[str] | None,
     new_ids: range,
-) -> Any:
+) -> PreTrainedModel:
     """The model of `build_model` on the meta device, whose embeddings have rows for the tokens of
     `new_ids`. Raises RecipeError as `build_model`."""
     # First: all later steps name, count and divide these rows, and checkpoints are compared with
@@ -58,12 +61,12 @@ def build_with_tokens(
     model = build_model(section, sequence_length=sequence_length, labels=labels)
     use_operators_without_values(model)
     grow_vocabulary(model, new_ids)
-    applied(model).new_tokens = new_ids
+    record_of(model).new_tokens = new_ids
     return model
 
 
 @dataclass(frozen=True)
-class Start:
+class WeightSource:
     """Where the weights of a model come from."""
 
     init_fn: Load
@@ -74,7 +77,7 @@ class Start:
 
 
 def change_weights(
-    model: Any,
+    model: PreTrainedModel,
     blocks: Mapping[str, nn.Module],
     section: schema.Model,
     *,
@@ -87,7 +90,7 @@ def change_weights(
     fsdp: bool,
     dtype: torch.dtype,
     device: torch.device,
-) -> Start:
+) -> WeightSource:
     """Decides what the weights of a meta model are, in which dtype, and which are trained.
 
     float8: a name of torchao's recipes, for the blocks. fsdp: whether the strategy is. dtype: of
@@ -98,7 +101,7 @@ def change_weights(
     # Before adapters, which are linear layers, too, and stay in their own dtype
     if float8 is not None:
         use_float8(blocks, float8, device=device, dtype=dtype, model=model)
-        applied(model).float8 = True
+        record_of(model).float8 = True
     # Before adapters: a checkpoint has the names of the layers without them, and it may untie the
     # embeddings
     init_fn, stored_dtype, source = starting_weights(section, model, seed=seed, new_ids=new_ids)
@@ -125,13 +128,13 @@ def change_weights(
                 _refuse_old_torch(fsdp=fsdp)
                 # For 16 bits, whatever the dtype is: exports quantize the same weights again
                 quantize_blocks(blocks, kept_in_float32(model, torch.bfloat16, source))
-                applied(model).nf4 = True
+                record_of(model).nf4 = True
         if path is not None and (other := other_base(Path(path), str(section.path))):
             what = f"the adapter in {path} was trained on {other} (base_model_name_or_path)"
             logger.info(f"note: lora.path: {what}; model.path is {section.path}")
         # Magnitudes of DoRA are norms of the loaded weights, so this is after them
         init_fn = adapter_loader(init_fn, model, None if path is None else Path(path))
-    return Start(init_fn, stored_dtype, source)
+    return WeightSource(init_fn, stored_dtype, source)
 
 
 def adapt(
@@ -145,11 +148,11 @@ def adapt(
 ) -> None:
     """Adds the adapters of a recipe: see `add_adapters`."""
     add_adapters(model, lora, base_dtype=base_dtype, kept=kept, base=base, new_ids=new_ids)
-    applied(model).adapters = True
+    record_of(model).adapters = True
 
 
 def change_forward(
-    model: Any,
+    model: PreTrainedModel,
     *,
     packed: bool,
     drops_causal_mask: bool,
@@ -171,7 +174,7 @@ def change_forward(
     compile: compile this loss. attention: model.attention. Raises RecipeError if the model cannot keep documents apart.
     """
     # After everything that adds or replaces layers: these run a copy of the model on meta
-    towers = applied(model).towers
+    towers = record_of(model).towers
     if packed and towers is not None and not towers.keeps_documents_apart:
         nouns = nouns_of(towers.kinds)
         what = f"{type(model).__name__} makes masks of its {nouns} that are not known"
@@ -183,8 +186,8 @@ def change_forward(
         pass  # attention keeps its masks
     elif packed:
         # Before attention, whose trial passes the bounds of documents to all layers
-        applied(model).documents = separate_documents(model, device)
-        applied(model).masking = isolate_documents(
+        record_of(model).documents = separate_documents(model, device)
+        record_of(model).masking = isolate_documents(
             model,
             sequence_length=sequence_length,
             device=device,
@@ -196,12 +199,12 @@ def change_forward(
     # Last: it calls the head's forward method as it is by then, with new rows or an adapter
     transform = logits_transform(model) if transforms else None
     if transform is not None and chunked_loss:
-        applied(model).head = Head(embeddings(model)[1], transform, compile=compile)
+        record_of(model).head = Head(embeddings(model)[1], transform, compile=compile)
     return transform
 
 
 def divide_rows(
-    model: Any,
+    model: PreTrainedModel,
     group: dist.ProcessGroup,
     *,
     sequence_length: int,
@@ -210,7 +213,7 @@ def divide_rows(
 ) -> None:
     """Divides rows over the ranks of a group (context parallelism): see `apply_context_parallel`,
     whose errors it raises."""
-    towers = applied(model).towers
+    towers = record_of(model).towers
     if towers is not None and (towers.both_ways or not towers.inputs_known):
         key, name = "strategy.context_parallel_size", type(model).__name__
         kind, nouns = next(iter(towers.kinds)), nouns_of(towers.kinds)
@@ -228,7 +231,7 @@ def divide_rows(
         tensor_parallel_size=tensor_parallel_size,
         missing_for_varlen=missing_for_varlen,
     )
-    applied(model).rows_divided = group.size()
+    record_of(model).rows_divided = group.size()
 
 
 def divide_layers(
@@ -243,11 +246,11 @@ def divide_layers(
     experts, partial = list[nn.Module](), list[tuple[nn.Module, str]]()
     if expert_mesh is not None:
         experts = apply_expert_parallel(model, expert_mesh)
-        applied(model).experts_divided = expert_mesh.size()
+        record_of(model).experts_divided = expert_mesh.size()
     # After the chunked head, whose vocabulary it divides, and after NF4, whose rows have parts then
     if tensor_mesh is not None:
         partial = apply_tensor_parallel(model, tensor_mesh)
-        applied(model).layers_divided = tensor_mesh.size()
+        record_of(model).layers_divided = tensor_mesh.size()
     return experts, partial
 
 

@@ -20,6 +20,7 @@ import torch
 from launcher.errors import RecipeError
 from launcher.libraries.private import GENERATION_IS_DERIVED
 from launcher.models.dequantized import without_quantization
+from launcher.models.description import Config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -152,7 +153,7 @@ def _section(whole: Json, config: PreTrainedConfig) -> Json:
     return part if is_part else whole  # type: ignore[return-value]
 
 
-def _change(stored: Json, before: Json, after: Json, config: Any) -> None:
+def _change(stored: Json, before: Json, after: Json, config: Config) -> None:
     """Changes the text of a config where the settings `after` differ from those `before`."""
     aliases: dict[str, str] = getattr(type(config), "attribute_map", {})
     for key in before.keys() | after.keys():

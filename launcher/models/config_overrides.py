@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from launcher.errors import RecipeError, suggestion
 from launcher.libraries.families import ROTARY, UNDECLARED_KEYS
+from launcher.models.description import Config
 from launcher.recipe.schema import Model
 from launcher.sources.hub import model_folder
 
@@ -40,7 +41,7 @@ def changed_config(
 def _merged(
     stored: Mapping[str, Any],
     changes: Mapping[str, Any],
-    config: Any,
+    config: Config,
     where: str,
     problems: list[str],
 ) -> dict[str, Any]:
@@ -67,7 +68,7 @@ def _merged(
     return merged
 
 
-def _known(config: Any, stored: Mapping[str, Any]) -> set[str]:
+def _known(config: Config, stored: Mapping[str, Any]) -> set[str]:
     """The keys of a config that has these in its file."""
     known = {*vars(config), *stored, *type(config).attribute_map, *UNDECLARED_KEYS, *ROTARY}
     if dataclasses.is_dataclass(config):

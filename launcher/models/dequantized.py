@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from launcher.errors import RecipeError
+from launcher.models.description import Config
 from launcher.models.safetensors_files import StoredRows, StoredTensors
 from launcher.recipe.model_config import (
     CAN_BE_READ,
@@ -300,7 +301,7 @@ def _format(name: str, tensor: torch.Tensor) -> str | None:
     return None
 
 
-def without_quantization(config: Any) -> None:
+def without_quantization(config: Config) -> None:
     """Removes what a config of transformers, or the text of one, says of quantization."""
     if isinstance(config, dict):
         sections = [config, *(part for part in config.values() if isinstance(part, dict))]

@@ -10,11 +10,15 @@ from torch import nn
 
 from launcher.libraries import families
 from launcher.libraries.private import block_classes
-from launcher.models.applied import applied
 from launcher.models.names import clean_name
+from launcher.models.record import record_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+
+Config = Any
+"""A config of transformers, of which attributes are read by name: they differ from family to family."""
 
 
 def has_other_inputs(config: PreTrainedConfig) -> bool:
@@ -27,14 +31,14 @@ def has_other_inputs(config: PreTrainedConfig) -> bool:
     return config.model_type in IMAGE_TEXT and config.get_text_config(decoder=True) is not config
 
 
-def text_config(model: nn.Module) -> Any:
+def text_config(model: nn.Module) -> Config:
     """The config of the model, or of its text model if it has several; None if it has none."""
     config = getattr(model, "config", None)
     read = getattr(config, "get_text_config", None)
     return config if read is None else read(decoder=True)
 
 
-def layer_configs(config: Any) -> list[Any]:
+def layer_configs(config: Config) -> list[Config]:
     """The config of each layer, if they differ (the heads of Gemma 4); else the config alone.
     transformers raises when a value that differs between layers is read from such a config."""
     if getattr(config, "is_heterogeneous", False):
@@ -42,13 +46,13 @@ def layer_configs(config: Any) -> list[Any]:
     return [config]
 
 
-def largest_of_layers(config: Any, name: str) -> int:
+def largest_of_layers(config: Config, name: str) -> int:
     """A number of the config, the largest of all layers if they differ; 0 if there is none."""
     found = (getattr(layer, name, None) for layer in layer_configs(config))
     return max((value for value in found if isinstance(value, int)), default=0)
 
 
-def experts_of_token(config: Any) -> int:
+def experts_of_token(config: Config) -> int:
     """The number of experts that a token is sent to; 0 if the config has none."""
     return max(largest_of_layers(config, name) for name in families.EXPERTS_PER_TOKEN)
 
@@ -58,7 +62,7 @@ class ModelDescription:
     """The parts of a model, by their names and modules on the meta device. They stay the same while
     adapters, checkpointing and the strategy change what is inside of them."""
 
-    text: Any
+    text: Config
     """The config of the text model; None: the model has no config."""
     blocks: dict[str, nn.Module]
     """The repeated blocks by name: the outermost modules of the classes in `_no_split_modules`, but
@@ -83,8 +87,8 @@ class ModelDescription:
 
 def describe(model: nn.Module) -> ModelDescription:
     """The description of a model. It is made at the first call, before adapters are added, and is part
-    of the model's record (`applied`)."""
-    record = applied(model)
+    of the model's record (`record_of`)."""
+    record = record_of(model)
     if record.description is None:
         record.description = _describe(model)
     return record.description

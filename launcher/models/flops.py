@@ -6,12 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from launcher.libraries import families
 from launcher.models.description import (
+    Config,
     embeddings,
     experts_of_token,
     largest_of_layers,
@@ -83,7 +83,7 @@ def recomputed_flops(model: nn.Module, blocks: Collection[nn.Module]) -> TokenFl
     return whole.plus(TokenFlops(2.0 * used))
 
 
-def _attention_layers(config: Any) -> Iterator[tuple[float, float]]:
+def _attention_layers(config: Config) -> Iterator[tuple[float, float]]:
     """For each layer with attention: the sizes of its keys and values of all heads, added, and its
     window (infinity: none). A recurrent layer has parameters only."""
     layers = layer_configs(config)

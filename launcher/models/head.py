@@ -24,10 +24,10 @@ from torch import nn
 
 from launcher.libraries.private import mark_dynamic
 from launcher.models.adapted import base_layer, weights_adapted_in
-from launcher.models.applied import applied
 from launcher.models.description import embeddings, text_config
 from launcher.models.linear_chunks import chunks_of, linear_gradients, logits_of
 from launcher.models.micro_batch import IGNORED
+from launcher.models.record import record_of
 from launcher.models.shards import local_part
 
 if TYPE_CHECKING:
@@ -419,7 +419,7 @@ def _linear(
 
 def computes_loss(model: nn.Module) -> bool:
     """Whether losses are computed without full logits (`Head`)."""
-    return applied(model).head is not None
+    return record_of(model).head is not None
 
 
 def logits_transform(model: PreTrainedModel) -> Transform | None:

@@ -23,7 +23,6 @@ from launcher.console import task
 from launcher.errors import RecipeError
 from launcher.libraries.private import may_be_missing, may_be_unexpected
 from launcher.models.adapted import adapted_weights
-from launcher.models.applied import applied
 from launcher.models.build import checkpoint_folder, freeze, is_pretrained
 from launcher.models.constructors import constructed_buffers
 from launcher.models.dequantized import dequantized, without_quantization
@@ -31,6 +30,7 @@ from launcher.models.description import is_classifier, text_config
 from launcher.models.initialization import initialize, materialize, random_weights
 from launcher.models.names import named_tensors
 from launcher.models.new_rows import vocabulary_names
+from launcher.models.record import record_of
 from launcher.models.safetensors_files import StoredTensors, Tensors, open_folder, refuse_absent
 from launcher.models.shards import copy_local_rows, local_rows
 from launcher.models.tensor_names import Conversion, load_conversions
@@ -169,7 +169,7 @@ def starting_weights(
         constructed = None
         if section.builder is not None:
             constructed = partial(constructed_buffers, section, seed=seed)
-        draws = applied(model).draws
+        draws = record_of(model).draws
         load = partial(random_weights, seed=seed, constructed=constructed, draws=draws)
         dtype = torch.float32
     else:

@@ -59,7 +59,9 @@ def vocabulary_names(model: nn.Module) -> set[str]:
     return {clean_name(name) for name, parameter in named if id(parameter) in ids}
 
 
-def add_new_rows(model: Any, new_ids: range, saved: Collection[str]) -> dict[str, list[int]]:
+def add_new_rows(
+    model: PreTrainedModel, new_ids: range, saved: Collection[str]
+) -> dict[str, list[int]]:
     """Gives the embeddings of a meta model, but those in `saved` modules, parameters for the rows
     of these tokens. Returns the ids by the embedding's name, for peft. Raises RecipeError if an
     embedding has an adapter already, or a bias."""

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
-from launcher.models.applied import applied
 from launcher.models.head import Head, HeadFunction
 from launcher.models.micro_batch import IGNORED, MicroBatch
+from launcher.models.record import record_of
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def cross_entropies(
 ) -> Predicted:
     """The cross-entropies of the targets at the positions, 0 where IGNORED: (positions,), or their
     sum, float32."""
-    if (head := applied(model).head) is not None:
+    if (head := record_of(model).head) is not None:
         question = partial(_losses, micro_batch=micro_batch, reduction=reduction)
         value, outputs = head.ask(model, micro_batch.inputs, question)
         return Predicted(value.sum() if reduction == "sum" else value[:, 0], outputs)
@@ -46,7 +46,7 @@ def cross_entropies(
 def of_head(model: nn.Module, micro_batch: MicroBatch, function: HeadFunction) -> Predicted:
     """What a function of the head returns of the positions. The model must have a `Head`."""
     head, question = (
-        applied(model).head,
+        record_of(model).head,
         partial(_function, micro_batch=micro_batch, function=function),
     )
     assert head is not None
@@ -57,7 +57,7 @@ def logits(
     model: nn.Module, inputs: Mapping[str, Any], at: torch.Tensor | None = None
 ) -> torch.Tensor:
     """(rows, tokens, vocabulary), or those at these places of the flattened rows."""
-    if (head := applied(model).head) is not None:
+    if (head := record_of(model).head) is not None:
         asked: torch.Tensor = head.ask(model, inputs, partial(_logits, at=at))[0]
         rows = inputs["input_ids"].shape
         return asked.view(*rows, -1) if at is None else asked

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from launcher.models.applied import applied
 from launcher.models.names import clean_name
 from launcher.models.nf4 import packed_names, shape_of
+from launcher.models.record import record_of
 from launcher.models.safetensors_files import Tensors
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def record_conversions(model: PreTrainedModel) -> None:
 
     # A model that was not loaded from a checkpoint has no prefix to restore
     table = get_model_conversion_mapping(model, add_legacy=False)
-    applied(model).conversions = [entry for entry in table if not isinstance(entry, PrefixChange)]
+    record_of(model).conversions = [entry for entry in table if not isinstance(entry, PrefixChange)]
 
 
 def load_conversions(
@@ -129,7 +129,7 @@ def load_conversions(
             continue
         new = Conversion(renamed, by_pattern.get(pattern), shapes)
         by_name.setdefault(renamed, new).sources.setdefault(pattern or name, []).append(name)
-    applied(model).conversions = [entry for entry in table if entry.was_used()]
+    record_of(model).conversions = [entry for entry in table if entry.was_used()]
     problems = []
     for conversion in by_name.values():
         names = conversion.names()
@@ -144,7 +144,7 @@ def load_conversions(
 def export_conversions(model: PreTrainedModel, names: Iterable[str]) -> list[Conversion]:
     """How the model's tensors become those of a checkpoint: the reverse of `load_conversions`."""
     renamings, converters, by_pattern = _by_kind(
-        [entry.reverse_transform() for entry in applied(model).conversions[::-1]]
+        [entry.reverse_transform() for entry in record_of(model).conversions[::-1]]
     )
     shapes = _shapes_of(model)
     by_name: dict[str, Conversion] = {}

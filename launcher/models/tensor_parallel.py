@@ -26,8 +26,8 @@ from launcher.libraries.families import COLUMN, EMBEDDING, GATHERED, ROW, SPLIT,
 from launcher.libraries.private import REDISTRIBUTE_LOGGER
 from launcher.models import nf4
 from launcher.models.adapted import base_layer, weights_adapted_in
-from launcher.models.applied import applied
 from launcher.models.description import (
+    Config,
     embeddings,
     largest_of_layers,
     layer_configs,
@@ -37,6 +37,7 @@ from launcher.models.description import (
 from launcher.models.experts import find_experts
 from launcher.models.nf4 import row_unit, shape_of, with_parts
 from launcher.models.nf4_layers import Nf4Linear
+from launcher.models.record import record_of
 from launcher.models.shards import chunks, local_part
 from launcher.models.tensor_collectives import copied, gathered, summed
 
@@ -184,7 +185,7 @@ class _Division:
         parts = chunks(head.out_features, self._group.size())
         widths = [len(part) for part in parts]
         whole = partial(_gathered_head, head, self._group, widths)
-        if (asked := applied(self._model).head) is not None:
+        if (asked := record_of(self._model).head) is not None:
             asked.divide(self._group, parts[self._rank].start, whole)
         else:
             head.forward = whole
@@ -238,7 +239,7 @@ class _Division:
         return self._inputs[parent]
 
 
-def _text_config(model: Any) -> Any:
+def _text_config(model: Any) -> Config:
     return model.config.get_text_config(decoder=True)
 
 

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from launcher.libraries.private import attention_implementation, without_block_mask
+from launcher.models.description import Config
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 Image = tuple[int, tuple[int, int], dict[str, npt.NDArray[Any]]]
@@ -48,7 +49,7 @@ class TowerForm(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, config: Any) -> TowerForm | None:
+    def of(cls, config: Config) -> TowerForm | None:
         """The form of a model with this config; None: the model is another one than those that are
         known of the family."""
 
@@ -104,7 +105,7 @@ class PatchGrid(TowerForm):
     limited = True
 
     @classmethod
-    def of(cls, config: Any) -> PatchGrid:
+    def of(cls, config: Config) -> PatchGrid:
         vision = config.vision_config
         positions = getattr(vision, "num_position_embeddings", None)
         return cls(
@@ -182,7 +183,7 @@ class OneSize(TowerForm):
     """Tokens of an image."""
 
     @classmethod
-    def of(cls, config: Any) -> OneSize | None:
+    def of(cls, config: Config) -> OneSize | None:
         vision = config.vision_config
         if vision.model_type not in ("clip_vision_model", "siglip_vision_model"):
             return None
@@ -231,7 +232,7 @@ class Tiles(OneSize):
     attention = TOWER
 
     @classmethod
-    def of(cls, config: Any) -> Tiles:
+    def of(cls, config: Config) -> Tiles:
         vision = config.vision_config
         tokens = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
         return cls(vision.image_size, vision.patch_size, tokens)
@@ -264,7 +265,7 @@ class PaddedPatches(TowerForm):
     several_lengths = True
 
     @classmethod
-    def of(cls, config: Any) -> PaddedPatches:
+    def of(cls, config: Config) -> PaddedPatches:
         vision = config.vision_config
         return cls(vision.patch_size, vision.pooling_kernel_size)
 
@@ -341,7 +342,7 @@ class PaddedImages(TowerForm):
     several_lengths = True
 
     @classmethod
-    def of(cls, config: Any) -> PaddedImages | None:
+    def of(cls, config: Config) -> PaddedImages | None:
         vision = config.vision_config
         if vision.model_type != "pixtral" or config.vision_feature_layer != -1:
             return None
@@ -443,7 +444,7 @@ def is_of_tower(name: str, kinds: Collection[str]) -> bool:
     return ("audio" if "audio" in name else "image") in {TOWERS[kind].tower for kind in kinds}
 
 
-def form_of(config: Any, kind: str) -> TowerForm | None:
+def form_of(config: Config, kind: str) -> TowerForm | None:
     """The form in which a model takes attachments of a kind; None: of this family it is not known."""
     form = TOWERS[kind].forms.get(config.model_type)
     return None if form is None else form.of(config)

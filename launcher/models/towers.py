@@ -19,8 +19,8 @@ from torch import nn
 
 from launcher.errors import RecipeError
 from launcher.libraries.private import block_classes, replace_deepstack
-from launcher.models.applied import applied
 from launcher.models.description import modules_without_text, parts_without_text, text_config
+from launcher.models.record import record_of
 from launcher.models.tower_inputs import (
     TOWERS,
     PatchGrid,
@@ -77,10 +77,10 @@ def use_towers(
         trained |= of_kind
     for parameter in unused:
         model.get_parameter(parameter).requires_grad_(parameter in trained)
-    applied(model).towers = Towers(model, train)
+    record_of(model).towers = Towers(model, train)
 
 
-def takes_attachments(model: Any, kind: str) -> bool:
+def takes_attachments(model: nn.Module, kind: str) -> bool:
     """Whether a model takes attachments of a kind."""
     return hasattr(model.base_model, TOWERS[kind].features)
 
@@ -152,7 +152,7 @@ def unused_modules(model: nn.Module) -> tuple[nn.Module, ...]:
 
 def seen_by(model: nn.Module) -> Collection[str]:
     """The kinds of attachments that rows of the changed model have."""
-    towers: Towers | None = applied(model).towers
+    towers: Towers | None = record_of(model).towers
     return () if towers is None else towers.kinds
 
 
@@ -366,10 +366,12 @@ class Towers:
                     embeds = embeds + 0 * _sum_of_features(features).to(embeds.dtype)
             return embeds
 
-        if runs:
-            # After the embedding, as in transformers: the ranks gather weights in the same order
-            handle = self._base.get_input_embeddings().register_forward_hook(run_towers)
-        return self._forward(*args, **inputs)
+        if not runs:
+            return self._forward(*args, **inputs)
+        # After the embedding, as in transformers: the ranks gather weights in the same order
+        handle = self._base.get_input_embeddings().register_forward_hook(run_towers)
+        with handle:  # which removes the hook, also if the call fails before the embedding
+            return self._forward(*args, **inputs)
 
     def _with_features(
         self,
@@ -400,7 +402,7 @@ def features_kept(model: nn.Module) -> Iterator[None]:
     """Within it all forward passes of the changed model are about the same attachments, such as those
     of an answer that grows: the towers run in the first one only. Every rank must enter it before the
     same forward pass: the ranks gather the towers' weights there, and not after it."""
-    towers: Towers | None = applied(model).towers
+    towers: Towers | None = record_of(model).towers
     with ExitStack() as kept:
         for tower in () if towers is None else towers.kinds.values():
             kept.enter_context(tower.kept())

@@ -29,7 +29,13 @@ from launcher.models.attention import refuse_other_layers
 from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.models.predictions import Predicted, cross_entropies
 from launcher.objectives.base import BeforeTraining, Example, Objective
-from launcher.objectives.kept_files import Reference, ReferenceFile, config_digest, weights_name
+from launcher.objectives.kept_files import (
+    Reference,
+    ReferenceFile,
+    TeacherFile,
+    config_digest,
+    weights_name,
+)
 from launcher.objectives.reference import with_references
 from launcher.recipe import schema
 
@@ -131,6 +137,7 @@ class Answers(Objective):
         def compute(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
             return answer_log_probabilities(model, micro_batch).value
 
+        assert not isinstance(about.file, TeacherFile)
         return with_references(
             data,
             wrapped,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from launcher.data.custom import CustomData
 from launcher.data.dataset import MapData, SequenceDataset
 from launcher.data.packing import Integers, Sequences, first_names, no_targets, pack
 from launcher.data.streaming import StreamingDataset
-from launcher.data.token_store import ModelInputs, TokenStore
+from launcher.data.token_store import ModelTraits, TokenStore
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.recipe import schema
@@ -90,7 +90,7 @@ class BeforeTraining:
 
     ranks: RankLayout
     micro_batch_size: int
-    file: Any
+    file: ReferenceFile | TeacherFile | None
     """The objective's `kept_file`; None: the results are not kept."""
     vocabulary: int
     """Entries of the model's vocabulary."""
@@ -161,7 +161,7 @@ class Objective(ABC):
         self,
         store: TokenStore,
         data: schema.Data,
-        model: ModelInputs,
+        model: ModelTraits,
         *,
         documents: Integers | None = None,
     ) -> SequenceDataset:
@@ -188,7 +188,7 @@ class Objective(ABC):
             attachments=store.attachments,
         )
 
-    def for_model(self, data: schema.Data, model: ModelInputs) -> Objective:
+    def for_model(self, data: schema.Data, model: ModelTraits) -> Objective:
         """The objective with what its samples take from the model and its tokenizer."""
         return self
 

@@ -114,6 +114,7 @@ class Distillation(Objective):
 
     def before_model(self, data: RunData, about: BeforeTraining) -> RunData:
         """The data with the predictions of the teacher."""
+        assert isinstance(about.file, TeacherFile)
         return with_teacher(
             data,
             self.settings,

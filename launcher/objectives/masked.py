@@ -21,7 +21,7 @@ from launcher.data.collation import (
     with_positions,
 )
 from launcher.data.dataset import SequenceDataset
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED, MicroBatch
@@ -98,7 +98,7 @@ class Masked(Objective):
         """The share of the tokens whose logits are computed."""
         return self.probability
 
-    def for_model(self, data: schema.Data, model: ModelInputs) -> Masked:
+    def for_model(self, data: schema.Data, model: ModelTraits) -> Masked:
         """With the tokens of the tokenizer. Raises RecipeError if it has no mask token."""
         tokenizer = model.tokenizer or data.tokenizer
         return replace(self, vocabulary=masking_vocabulary(tokenizer, vocabulary=model.vocabulary))

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ from launcher.objectives.kept_files import SAVED_SECONDS, Reference, ReferenceFi
 from launcher.objectives.sweeps import rows_in_order
 from launcher.recipe import schema
 from launcher.strategies.base import WrappedModel
+
+if TYPE_CHECKING:
+    from launcher.objectives.answers import Answers
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +80,7 @@ def with_references(
                 )
                 computed.append(key)
             used[key] = found
-        objective: Any = dataset.objective  # one of `Answers`, whose module imports this one
+        objective = cast("Answers", dataset.objective)
         return replace(dataset, objective=replace(objective, reference=used[key]))
 
     completed = data.changed(complete)

@@ -13,12 +13,12 @@ from torch.nn.functional import logsigmoid
 
 from launcher.data.collation import NOTHING, Collated, Piece, RowInputs, Sample, make_sample
 from launcher.data.dataset import SequenceDataset
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.errors import RecipeError
-from launcher.models.applied import applied
 from launcher.models.head import Head, Transform
 from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.models.predictions import logits
+from launcher.models.record import record_of
 from launcher.objectives.answers import Pairs
 from launcher.objectives.base import Example
 from launcher.objectives.loss import by_source
@@ -45,9 +45,9 @@ class Reward(Pairs):
                 f"model.task: reward: {type(model).__name__} does not score each token (it has no "
                 "module `score`); give a causal language model, such as llama or qwen3"
             )
-        applied(model).head = Head(model.score, Transform())
+        record_of(model).head = Head(model.score, Transform())
 
-    def for_model(self, data: schema.Data, model: ModelInputs) -> Reward:
+    def for_model(self, data: schema.Data, model: ModelTraits) -> Reward:
         """With the model's id for padding."""
         return Reward(padding=model.padding)
 

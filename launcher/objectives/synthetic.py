@@ -16,7 +16,7 @@ from launcher.data.loader import (
     StepTotals,
     to_device,
 )
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.distributed.rank_layout import RankLayout
 from launcher.models.micro_batch import MicroBatch
 from launcher.objectives.base import Example, Objective
@@ -49,7 +49,7 @@ def synthetic_data(
     data: schema.Data,
     batch: schema.Batch,
     *,
-    model: ModelInputs,
+    model: ModelTraits,
     packed: bool,
     documents: int = 2,
 ) -> SyntheticData:

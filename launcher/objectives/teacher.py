@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -33,15 +33,18 @@ from launcher.distributed.process_group import from_rank_0, gather
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError, TrainingError
 from launcher.files import checksum_of
-from launcher.models.applied import applied
 from launcher.models.description import describe
 from launcher.models.head import computes_loss
 from launcher.models.micro_batch import MicroBatch
+from launcher.models.record import record_of
 from launcher.objectives.kept_files import TeacherFile, top_k_dtype
 from launcher.objectives.sweeps import rows_in_order
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import WrappedModel
+
+if TYPE_CHECKING:
+    from launcher.objectives.distillation import Distillation
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +101,7 @@ def with_teacher(
     distilled: dict[str, SequenceDataset] = {}
     for name, part in parts.items():
         mine = stored[begin : begin + first[name][-1]]
-        objective: Any = part.objective  # a `Distillation`, whose module imports this one
+        objective = cast("Distillation", part.objective)
         objective = replace(objective, teacher=mine, first=first[name])
         distilled[name] = replace(part, objective=objective)
         begin += first[name][-1]
@@ -233,7 +236,7 @@ def checked_teacher(
     _check_vocabulary(recipe, *sizes, planned=planned)
     theirs, ours = (
         each.masking + (" and in recurrent layers" if each.recurrent else "")
-        for each in (applied(teacher.model), applied(own.model))
+        for each in (record_of(teacher.model), record_of(own.model))
     )
     if theirs != ours:
         what = f"keeps packed documents apart by {theirs}, the model by {ours}"

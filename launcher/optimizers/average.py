@@ -31,7 +31,7 @@ def _local_parts(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 @torch.no_grad()
-def update_averages(optimizer: Any, decay: float) -> None:
+def update_averages(optimizer: Any, decay: float) -> None:  # with `found_inf`, as torch sets it
     """After a step of the optimizer: the averages become decay * average + (1 - decay) * weights. A
     skipped step does not change them."""
     share = (1 - decay) * (1 - optimizer.found_inf)

@@ -99,7 +99,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def __init__(
         self,
-        inner: Any,
+        inner: Any,  # an optimizer of `_make`, with `initial_state`
         cpu_offload: schema.CpuOffload,
         *,
         state_file: Callable[[Path, int], StateFile] | None = None,

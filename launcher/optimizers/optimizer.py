@@ -154,7 +154,7 @@ class Sgd(torch.optim.SGD):
             )
 
 
-def create_state(optimizer: Any) -> None:
+def create_state(optimizer: Any) -> None:  # of `_make`, with `initial_state`
     """Creates missing state, of zeros, as the first step would."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -28,6 +28,7 @@ from launcher.recipe.schema import (
     Strategy,
 )
 from launcher.recipe.validate import check
+from launcher.recipe.yaml_text import as_override
 from launcher.strategies.base import compute_dtype, offloads_parameters
 
 LARGEST_MICRO_BATCH = 512
@@ -326,19 +327,22 @@ def smallest(written: Recipe, machine: Machine) -> Iterator[Recipe]:
         )
 
 
-def overrides_between(before: object, after: object, path: str = "") -> tuple[str, ...]:
-    """The overrides that change one recipe, or value of the key `path`, into the other."""
+def overrides_between(before: object, after: object) -> tuple[str, ...]:
+    """The overrides that change one recipe into the other."""
+    return tuple(as_override(key, value) for key, value in changes_between(before, after))
+
+
+def changes_between(before: object, after: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys in which two recipes, or values of the key `path`, differ, with their new values."""
     if before == after:
-        return ()
+        return
     if not dataclasses.is_dataclass(after) or isinstance(after, type):
-        text = "null" if after is None else str(after)
-        return (f"{path}={text.lower() if isinstance(after, bool) else text}",)
+        yield path, after
+        return
     names = [field.name for field in dataclasses.fields(after)]
     if before is None:  # the section was null: keys that differ from the default, or the first key
         default = type(after)()
         names = [n for n in names if getattr(after, n) != getattr(default, n)] or names[:1]
-    overrides: list[str] = []
     for name in names:
         key = f"{path}.{name}" if path else name
-        overrides += overrides_between(getattr(before, name, object()), getattr(after, name), key)
-    return tuple(overrides)
+        yield from changes_between(getattr(before, name, object()), getattr(after, name), key)

@@ -17,7 +17,7 @@ from launcher.console import bytes_as_text, seconds_as_text
 from launcher.distributed.environment import cache_folder
 from launcher.errors import TrainingError, first_line
 from launcher.files import replace_text
-from launcher.planner.candidates import Configuration, overrides_between
+from launcher.planner.candidates import Configuration
 from launcher.planner.formatting import batch_text, strategy_text
 from launcher.planner.machine import Machine
 from launcher.planner.measurement import measure_recipes
@@ -128,8 +128,8 @@ def _settings(recipe: Recipe, machine: Machine) -> str:
 
 def measured_choice(
     recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None = None
-) -> tuple[Recipe, Sequence[str], str] | None:
-    """The fastest measured configuration in place of `auto`, as `choose` in run/auto.py returns it.
+) -> tuple[Recipe, str] | None:
+    """The fastest measured configuration in place of `auto`, and the reason.
 
     Returns None if the recipe was not measured on such a machine, if `auto` does not cover the
     measured settings in this recipe, or if by plan they do not fit the machine's memory.
@@ -147,5 +147,5 @@ def measured_choice(
                 f"The fastest measured, on {kept.get('day')}: {bytes_as_text(peak)} of tensors a rank, "
                 f"{speed:,.0f} tokens/s ({file})"
             )
-            return chosen, overrides_between(recipe, chosen), why
+            return chosen, why
     return None

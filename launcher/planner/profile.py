@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from launcher.models.applied import applied
 from launcher.models.changes import divide_layers
 from launcher.models.description import (
     embeddings,
@@ -27,6 +26,7 @@ from launcher.models.experts import find_experts
 from launcher.models.head import computes_loss
 from launcher.models.nf4 import shapes
 from launcher.models.precision import computes_in_float32
+from launcher.models.record import record_of
 from launcher.models.tensor_parallel import (
     PlannedMesh,
     divides_attention,
@@ -417,7 +417,7 @@ def _profile_of_shapes(
         hidden=hidden,
         vocabulary=_logits_per_token(recipe, prepared),
         heads=(heads, head_size),
-        packed_attention=applied(prepared.model).masking == "varlen",
+        packed_attention=record_of(prepared.model).masking == "varlen",
         experts=experts_of_token(config) or 1,
         saved={},
     )

@@ -8,7 +8,6 @@ from launcher.data.batching import accumulation_steps, rows_of
 from launcher.distributed.rank_layout import layout_sizes
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import offloads_parameters
-from launcher.strategies.compilation import why_eager
 
 
 def micro_batches_of(recipe: Recipe, *, ranks: int) -> int:
@@ -24,14 +23,6 @@ def has_reductions_to_choose(recipe: Recipe, *, ranks: int) -> bool:
     their gradients are reduced over ranks, or moved to host memory."""
     moved = ranks > 1 or offloads_parameters(recipe.strategy.cpu_offload)
     return moved and micro_batches_of(recipe, ranks=ranks) > 1
-
-
-def with_compile(recipe: Recipe, device: str, *, check_triton: bool) -> tuple[Recipe, str]:
-    """The recipe with true or false in place of `model.compile: auto` on a kind of device, and why;
-    check_triton: see `why_eager`."""
-    why = why_eager(device, check_triton=check_triton)
-    recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, compile=not why))
-    return recipe, f"model.compile: auto is {f'off: {why}' if why else 'on'}"
 
 
 def with_random_weights(recipe: Recipe, *, compile: bool = False) -> Recipe:

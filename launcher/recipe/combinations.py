@@ -196,13 +196,14 @@ def kind_by_keys(plain: Mapping[str, Any], kinds: Sequence[str]) -> str:
         if other != "data.kind" or not isinstance(needed, str):
             continue
         fitting = [kind for kind in kinds if kind in needed.split()]
-        given = (_plain_value(plain, key) not in (None, _default(key)) for key in keys.split())
+        given = (plain_value(plain, key) not in (None, _default(key)) for key in keys.split())
         if fitting and any(given):
             kinds = fitting
     return kinds[0]
 
 
-def _plain_value(plain: Any, key: str) -> Any:
+def plain_value(plain: Any, key: str) -> Any:
+    """The value of a key in a recipe that is not decoded yet; None without the key or its section."""
     for name in key.split("."):
         plain = plain.get(name) if isinstance(plain, dict) else None
     return plain

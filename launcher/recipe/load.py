@@ -6,7 +6,6 @@ makes a Recipe of the plain values, and `validate.py` has the rules that join se
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -19,7 +18,7 @@ import sys
 import sysconfig
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,17 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from launcher.distributed.hardware import computes_in_bfloat16
 from launcher.errors import RecipeError, first_line, suggestion
 from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
-from launcher.recipe.combinations import ALTERNATIVES, excludes_compile, kind_by_keys
+from launcher.recipe.combinations import ALTERNATIVES, kind_by_keys, plain_value
+from launcher.recipe.decisions import (
+    Derived,
+    decide_compile,
+    decide_packing,
+    decide_precision,
+    drop_idle_auto,
+    open_rate_of_adapters,
+)
 from launcher.recipe.decode import (
     ARGUMENTS,
     DEFAULT,
@@ -45,27 +51,17 @@ from launcher.recipe.decode import (
 )
 from launcher.recipe.find import find_recipe, shown_path, written_as
 from launcher.recipe.layouts import ATTACHMENTS, guess, lost_meaning, named_columns, no_layout
-from launcher.recipe.model_config import why_not_packed
 from launcher.recipe.objectives import kinds_of_objective
 from launcher.recipe.schema import DEFAULT_RUN_DIR, Recipe
 from launcher.recipe.validate import check
 from launcher.recipe.yaml_text import NotYamlError, parse_yaml
 from launcher.recipe.yaml_text import to_yaml as to_yaml
 from launcher.sources.finding import first_row, rows_as_text, why_text
-from launcher.sources.hub import config_file
 
 _LARGEST_FILE = 2**20
 _MOST_INTERPOLATIONS = 500
 """In a recipe. A text counts those in the values that it refers to, too."""
 _REFERENCE = re.compile(r"\$\{(\.*)([\w.\[\]-]+)\}")
-_STANDS_BACK = {
-    "run.epochs": ("run.max_steps",),
-    "data.validation_split": ("data.validation", "data.builder", "data.streaming"),
-    "schedule.warmup_steps": ("schedule.warmup_ratio",),
-    "evaluation.every_steps": ("evaluation.every_epochs",),
-    "checkpoint.every_steps": ("checkpoint.every_epochs",),
-}
-"""Keys whose `auto` has nothing to choose where one of these keys is given."""
 _INTERPOLATION = re.compile(r"(?<!\\)(\\\\)*\$\{")
 """Not `\\${`, which stands for the two characters."""
 _NOT_TEXT = re.compile("[\0\ud800-\udfff]")
@@ -81,9 +77,9 @@ class Origins:
 
     file: str
     places: Places
-    derived: dict[KeyPath, str] = field(default_factory=dict)
-    """Where the values of keys that were not given come from, if not from the defaults."""
-    as_text: dict[KeyPath, str] = field(default_factory=dict)
+    derived: dict[KeyPath, Derived] = field(default_factory=dict)
+    """The values of keys that were not given, if they are not the defaults."""
+    as_text: dict[KeyPath, Derived] = field(default_factory=dict)
     """Why data has the default kind, for messages."""
     adapter: dict[KeyPath, str] = field(default_factory=dict)
     """For keys that were not given and come from the adapter in lora.path: its file, and the name
@@ -92,7 +88,7 @@ class Origins:
     def of(self, path: KeyPath) -> str:
         """`recipes/ddp.yaml:24`, `command line` or `default`."""
         if path in self.derived:
-            return self.derived[path]
+            return str(self.derived[path])
         place = self.places.get(path)
         if isinstance(place, str):
             return "command line"
@@ -152,18 +148,18 @@ def load_recipe(
     refused = (_override(plain, argument, origins.places) for argument in overrides)
     problems = [problem for problem in refused if problem is not None]
     _replace_alternatives(plain, origins)
-    _yield_auto(plain)
-    _open_rate_of_adapters(plain)
+    drop_idle_auto(plain)
+    open_rate_of_adapters(plain)
     problems += _interpolate(plain, origins)
     problems += _complete(plain, origins, hub=hub)
-    problems += _decide_packing(plain, origins, hub=hub)
-    _decide_precision(plain, origins)
+    problems += decide_packing(plain, origins.derived, hub=hub)
+    decide_precision(plain, origins.derived)
     problems += _characters(plain, {problem.path for problem in problems})
     problems += _continued_adapter(plain, origins)
     reported = {problem.path for problem in problems}
     recipe, wrong, unsound = decode(plain)
     problems += [problem for problem in wrong if problem.path not in reported]
-    recipe = _decide_compile(recipe, origins)
+    recipe = decide_compile(recipe, origins.derived)
     unsound |= {invalidated_with(path) for path in reported}
     problems += check(recipe, ranks=ranks, unsound=unsound, files=files)
     if ("run", "dir") not in origins.places:  # its default has the problems of run.name
@@ -268,8 +264,11 @@ def _replace_alternatives(plain: dict[str, Any], origins: Origins) -> None:
     """Sets a key of the file to null if an argument gives the one that stands in its place."""
     for keys in ALTERNATIVES:
         paths: list[KeyPath] = [tuple(key.split(".")) for key in keys]
-        values = {path: _value(plain, path) for path in paths}
-        given = [path for path in paths if values[path] is not None]
+        given = [
+            path
+            for path, key in zip(paths, keys, strict=True)
+            if plain_value(plain, key) is not None
+        ]
         typed = [path for path in given if isinstance(origins.places.get(path), str)]
         if len(typed) != 1:  # several are reported, as are several in the file
             continue
@@ -277,24 +276,7 @@ def _replace_alternatives(plain: dict[str, Any], origins: Origins) -> None:
             if path != typed[0]:
                 _get(plain, path[:-1])[path[-1]] = None
                 origins.places.pop(path, None)
-                origins.derived[path] = f"null, because {dotted(typed[0])} is given"
-
-
-def _yield_auto(plain: dict[str, Any]) -> None:
-    """Removes each `auto` that has nothing to choose, because another key of the recipe is given."""
-    for key, others in _STANDS_BACK.items():
-        path = tuple(key.split("."))
-        given = any(_value(plain, tuple(other.split("."))) not in (None, False) for other in others)
-        if given and _value(plain, path) == "auto":
-            del _get(plain, path[:-1])[path[-1]]
-
-
-def _open_rate_of_adapters(plain: dict[str, Any]) -> None:
-    """The default rate is one for all weights; adapters learn next to nothing with it."""
-    if not isinstance(plain.get("lora"), dict):
-        return
-    if isinstance(optimizer := plain.setdefault("optimizer", {}), dict):
-        optimizer.setdefault("learning_rate", "auto")
+                origins.derived[path] = Derived(None, f"because {dotted(typed[0])} is given")
 
 
 def _joined_key(value: object) -> str | None:
@@ -435,14 +417,14 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
         data.pop("validation_split", None)
         given = origins.places.pop(("data", "validation_split"), None)
         if isinstance(given, str):
-            instead = "null, because data.validation is given"
+            instead = Derived(None, "because data.validation is given")
             origins.derived["data", "validation_split"] = instead
     if data.get("kind") is not None:
         return
     train, kinds = data.get("train"), kinds_of_objective(plain)
     assumed = kind_by_keys(plain, kinds)
     changed = assumed != DEFAULT.data.kind
-    by_keys = f"{assumed}, by the other keys of the recipe" if changed else None
+    by_keys = "by the other keys of the recipe" if changed else None
     mixture = train if isinstance(train, dict) else {"": {"files": train}}
     for name, source in mixture.items():
         files = source.get("files") if isinstance(source, dict) else None
@@ -479,9 +461,9 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
         if first is not None and problem is not None:  # alone: not with rules about its kind
             kind = kind_by_keys(plain, (kind, *kinds))
         elif first is not None:
-            why = f"{kind}, by the columns of {shown(first[0])}"
+            why = f"by the columns of {shown(first[0])}"
         elif found is None and (text := why_text(files)) is not None:
-            origins.as_text["data", "kind"] = f"text, as {shown(text)}"
+            origins.as_text["data", "kind"] = Derived("text", f"as {shown(text)}")
         elif found is None:
             kind, why = assumed, by_keys
         if kind == "text" and source.get("kind") is None:
@@ -492,7 +474,7 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
         if kind != data.get("kind") and source.get("kind") is None:
             (data if len(path) == 2 else source)["kind"] = kind
             if why is not None:
-                origins.derived[path] = why
+                origins.derived[path] = Derived(kind, why)
         if first is not None and problem is not None:
             yield Problem(where, f"{shown(first[0])}: {problem}")
     sets = data.get("validation")
@@ -503,7 +485,8 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
                 where = ("data", "validation", name) if name else ("data", "validation")
                 yield from _refuse_rows_as_text(where, files)
     if data.get("kind") is None and data.get("builder") is None and by_keys is not None:
-        plain["data"], origins.derived["data", "kind"] = data | {"kind": assumed}, by_keys
+        plain["data"] = data | {"kind": assumed}
+        origins.derived["data", "kind"] = Derived(assumed, by_keys)
 
 
 def _refuse_rows_as_text(where: KeyPath, files: list[str]) -> Iterator[Problem]:
@@ -512,68 +495,6 @@ def _refuse_rows_as_text(where: KeyPath, files: list[str]) -> Iterator[Problem]:
         yield Problem(
             where, f"{shown(file)}: {what}set data.kind=text to train it as it is written"
         )
-
-
-def _decide_packing(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator[Problem]:
-    """Sets data.packing where it is `auto` or not given: false if the model cannot keep packed
-    documents apart. Yields what is wrong with a true for such a model."""
-    data, model = plain.get("data"), plain.get("model")
-    if not isinstance(data, dict) or not isinstance(model, dict):
-        return
-    given, task = data.get("packing", "auto"), model.get("task", "causal_lm")
-    if given == "auto":
-        # Where batch or length follow from the rows, packing does: a full sequence may be a whole step
-        keys = (("batch", "global_batch_size"), ("data", "sequence_length"))
-        data["packing"] = "auto" if "auto" in [_value(plain, key) for key in keys] else True
-    elif given is not True:
-        return
-    why = None
-    if data.get("builder") is not None:  # its samples are not packed
-        return
-    if model.get("builder") is not None:
-        why = "a model of model.builder gets a document in each row"
-    elif task == "causal_lm":
-        why = why_not_packed(_model_config(model, hub=hub))
-    elif task == "masked_lm" and given == "auto":  # true has its own error
-        why = "attention of model.task: masked_lm goes to both sides"
-    if why is not None and given == "auto":
-        data["packing"] = False
-        origins.derived["data", "packing"] = f"false, because {why}"
-    elif why is not None:
-        yield Problem(("data", "packing"), f"{why}; set it to auto, or to false")
-
-
-def _decide_precision(plain: dict[str, Any], origins: Origins) -> None:
-    """Sets float32 where `strategy.kind: auto` leaves the precision open and the CPU of the run has
-    no instructions for bfloat16, with which a step then takes several times as long."""
-    strategy = plain.get("strategy")
-    if _value(plain, ("run", "device")) != "cpu" or not isinstance(strategy, dict):
-        return
-    open_ = strategy.get("kind") == "auto" and "mixed_precision" not in strategy
-    if open_ and not computes_in_bfloat16():
-        strategy["mixed_precision"] = None
-        why = "null, so float32: this CPU has no instructions for bfloat16"
-        origins.derived["strategy", "mixed_precision"] = why
-
-
-def _decide_compile(recipe: Recipe, origins: Origins) -> Recipe:
-    """The recipe with false in place of `model.compile: auto` if another key excludes compilation."""
-    if recipe.model.compile != "auto" or (key := excludes_compile(recipe)) is None:
-        return recipe
-    origins.derived["model", "compile"] = f"false, because {key} excludes it"
-    return replace(recipe, model=replace(recipe.model, compile=False))
-
-
-def _model_config(model: Mapping[str, Any], *, hub: bool) -> Mapping[str, object]:
-    """model.config if it is whole, or else the config of model.path; empty: it is not known here."""
-    config, path = model.get("config"), model.get("path")
-    if isinstance(path, str) and not (isinstance(config, dict) and "model_type" in config):
-        # What is wrong with the path or its config is reported when the model is built
-        with contextlib.suppress(RecipeError, OSError, ValueError):
-            file = config_file(path, fetch=hub)
-            if file is not None and file.is_file():
-                config = json.loads(file.read_text(encoding="utf-8"))
-    return config if isinstance(config, dict) else {}
 
 
 def _absent_column(first: tuple[str, Mapping[str, Any]], ignored: object) -> str | None:
@@ -646,13 +567,6 @@ def _continued_adapter(plain: dict[str, Any], origins: Origins) -> Iterator[Prob
             origins.adapter["lora", key] = f"{Path(path) / ADAPTER_CONFIG}: {name}"
         lora[key] = value
         origins.places.setdefault(("lora", key), origins.locate(("lora", "path")))
-
-
-def _value(values: Any, path: KeyPath) -> Any:
-    """The value of a key, or None without the key or its section."""
-    for part in path:
-        values = values.get(part) if isinstance(values, dict) else None
-    return values
 
 
 def _get(values: Any, path: KeyPath) -> Any:

@@ -1,7 +1,7 @@
 """Names of accelerate, axolotl, LLaMA-Factory, torchtune, TRL and transformers' TrainingArguments.
 
 Each name is described once, for the answer to it in a recipe and for `launcher new from=`
-(`moving/`): it is in NAMES if a key here does the same, in ABSENT if nothing here does and the
+(`launcher/convert/`): it is in NAMES if a key here does the same, in ABSENT if nothing here does and the
 training differs without it, and in NEEDLESS if the training is the same without it.
 """
 

@@ -146,12 +146,12 @@ class Model(Section):
 
     @property
     def compiles(self) -> bool:
-        """`compile`; auto, before it is replaced, is false."""
+        """`compile`. In a recipe that is not resolved, as a plan's candidates, auto is false."""
         return self.compile is True
 
     @property
     def keeps_logits(self) -> bool:
-        """`keep_logits`; auto, before it is replaced, is false."""
+        """`keep_logits`. In a recipe that is not resolved, as a plan's candidates, auto is false."""
         return self.keep_logits is True
 
 
@@ -446,13 +446,15 @@ class Strategy(Section):
 
     @property
     def reshards_after_forward(self) -> bool:
-        """`reshard_after_forward`; auto, before it is replaced, is true: it needs less memory."""
+        """`reshard_after_forward`. In a recipe that is not resolved, as a plan's candidates, auto is
+        true: it needs less memory."""
         return self.reshard_after_forward is not False
 
     @property
     def syncs_every_micro_batch(self) -> bool:
-        """`sync_every_micro_batch`; auto, before it is replaced, is true with fsdp, whose gradients
-        would be whole until the last micro-batch, and false with ddp, where they always are."""
+        """`sync_every_micro_batch`. In a recipe that is not resolved, as a plan's candidates, auto is
+        true with fsdp, whose gradients would be whole until the last micro-batch, and false with
+        ddp, where they always are."""
         if self.sync_every_micro_batch == "auto":
             return self.kind != "ddp"
         return self.sync_every_micro_batch

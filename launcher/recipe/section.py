@@ -54,7 +54,7 @@ def size_in_bytes(text: str) -> int | None:
 
 
 class AutoInt(int):
-    """`auto`: a whole number that is chosen from the rows of the data (`run/sizes.py`). Until then,
+    """`auto`: a whole number that is chosen from the rows of the data (`planner/sizes.py`). Until then,
     and where the rows cannot be seen, its value counts."""
 
 

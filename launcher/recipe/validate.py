@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
 from launcher.distributed.rank_layout import PARALLEL_SIZES, LayoutSizes, sizes_of
 from launcher.recipe.adapter import ADAPTER_CONFIG
 from launcher.recipe.combinations import Found, combination_rules, kinds_of, value_of
-from launcher.recipe.decode import KeyPath, Problem, keys
+from launcher.recipe.decode import KeyPath, Problem
 from launcher.recipe.layouts import KINDS, TOKEN_KINDS
 from launcher.recipe.model_config import change_problems, config_problems, of_text, size_problems
 from launcher.recipe.objectives import OBJECTIVES, objective_of
 from launcher.recipe.schema import Recipe
-from launcher.recipe.section import AutoFloat, AutoInt
+from launcher.recipe.section import AutoInt
 from launcher.recipe.template_names import template_problem
 from launcher.sources.hub import is_hub_id, is_model_id, no_such_name
 from launcher.sources.location import is_of_system, matching, no_such
@@ -84,37 +83,6 @@ def fits_ranks(recipe: Recipe, ranks: int) -> bool:
 
 def _has_checkpoints(recipe: Recipe) -> bool:
     return any(Path(recipe.run.dir, "checkpoints").glob("step_*"))
-
-
-def open_keys(recipe: Recipe) -> list[str]:
-    """Keys that are `auto`, so that the memory plan decides them, and with them when gradients are
-    reduced and weights freed."""
-    keys = ("strategy.kind", "batch.micro_batch_size")
-    return [key for key in keys if value_of(recipe, key) == "auto"]
-
-
-def open_sizes(recipe: Recipe) -> list[str]:
-    """The keys that are `auto` until the rows are known."""
-    every = (".".join(key) for key in keys())
-    return [key for key in every if isinstance(value_of(recipe, key), AutoInt | AutoFloat)]
-
-
-def with_recorded(recipe: Recipe, earlier: Mapping[str, Any]) -> Recipe:
-    """The recipe with the sizes of another, given as plain values, in place of those that are
-    `auto`."""
-    for key in open_sizes(recipe):
-        section, name = key.split(".")
-        if name in earlier.get(section, {}):
-            recipe = with_value(recipe, key, earlier[section][name])
-    return recipe
-
-
-def with_value(recipe: Recipe, key: str, value: Any) -> Recipe:
-    """The recipe with another value of a key `section.name`."""
-    section, name = key.split(".")
-    changed: Any = dataclasses.replace(getattr(recipe, section), **{name: value})
-    sections: dict[str, Any] = {section: changed}
-    return dataclasses.replace(recipe, **sections)
 
 
 def _resharding(recipe: Recipe) -> Found:

@@ -186,3 +186,9 @@ def flow_yaml(value: object) -> str:
         sort_keys=False,
     )
     return text.removesuffix("...\n").strip()
+
+
+def as_override(key: str, value: object) -> str:
+    """`KEY=VALUE`: the argument that gives a key this value."""
+    # repr(float): 1e-05, where YAML has 1.0e-05
+    return f"{key}={repr(value) if type(value) is float else flow_yaml(value)}"

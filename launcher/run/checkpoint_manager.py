@@ -25,7 +25,7 @@ from launcher.checkpoint.resume import (
     From,
     Latest,
     Resumed,
-    Start,
+    ResumePoint,
     check_content,
     check_recipe,
     recipe_changes,
@@ -116,7 +116,7 @@ class CheckpointManager:
             digest = open_adapter(Path(lora.path)).digest()
         return from_rank_0(digest, self._group)
 
-    def restore(self, start: Start, *, at_most: int | None = None) -> Resumed | None:
+    def restore(self, start: ResumePoint, *, at_most: int | None = None) -> Resumed | None:
         """Loads the checkpoint that a start resumes from. `Latest` is the newest valid one up to step
         `at_most`. Returns None if the start is `Fresh` or there is no checkpoint.
 
@@ -128,7 +128,7 @@ class CheckpointManager:
                 return self._restore(start, at_most=at_most)
         return self._restore(start, at_most=at_most)
 
-    def _restore(self, start: Start, *, at_most: int | None) -> Resumed | None:
+    def _restore(self, start: ResumePoint, *, at_most: int | None) -> Resumed | None:
         path = self._find(start, at_most=at_most)
         if path is None:
             return None
@@ -201,7 +201,7 @@ class CheckpointManager:
         self._checkpointer.earlier_best = earlier if own else []
         return bool(other)
 
-    def _find(self, start: Start, *, at_most: int | None) -> Path | None:
+    def _find(self, start: ResumePoint, *, at_most: int | None) -> Path | None:
         if isinstance(start, Fresh):
             return None
         if isinstance(start, Latest):

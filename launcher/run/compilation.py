@@ -1,4 +1,4 @@
-"""`model.compile` in a run: replaces `auto`, and logs how long blocks are compiled."""
+"""`model.compile` in a run: logs how long blocks are compiled."""
 
 from __future__ import annotations
 
@@ -7,45 +7,12 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 
-from launcher.checkpoint.resume import Start, recorded_recipe
-from launcher.distributed.process_group import from_rank_0, gather
-from launcher.distributed.rank_layout import RankLayout
 from launcher.libraries.private import compilation_observed
-from launcher.recipe.schema import Recipe
 from launcher.reliability.progress import Progress
-from launcher.reliability.run_directory import RunFolder
-from launcher.strategies.compilation import eager_functions, graph_breaks, graphs, why_eager
+from launcher.strategies.compilation import eager_functions, graph_breaks, graphs
 
 logger = logging.getLogger(__name__)
-
-COST = "each block then launches some 60 more kernels in a micro-batch"
-"""Measured on null GPUs: 57 for a Llama block, 76 with full activation checkpointing."""
-
-
-def resolve_compile(recipe: Recipe, *, start: Start, ranks: RankLayout, run: RunFolder) -> Recipe:
-    """The recipe with true or false in place of `model.compile: auto`; every rank must call this.
-
-    A run that resumes keeps the value that its checkpoint was trained with, if this machine can
-    compile: compiled blocks round differently.
-    """
-    if recipe.model.compile != "auto":
-        return recipe
-    reasons = gather(why_eager(ranks.device, check_triton=True), ranks.group)
-    why = next((reason for reason in reasons if reason is not None), None)
-    recorded = recorded_recipe(run, start) if ranks.rank == 0 else {}
-    before = from_rank_0(recorded.get("model", {}).get("compile"), ranks.group)
-    on = why is None and before is not False
-    text = f"auto: model.compile={str(on).lower()}"
-    if why is not None:
-        text += f": {why}" + (f"; {COST}" if ranks.device.type == "cuda" else "")
-    elif not on:
-        text += ", as in the checkpoint; model.compile=true compiles from here on"
-    logger.info(text)
-    if before is True and not on:
-        logger.warning("the checkpoint is of compiled blocks: losses will differ by rounding")
-    return replace(recipe, model=replace(recipe.model, compile=on))
 
 
 class Compilation:

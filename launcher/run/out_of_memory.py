@@ -22,8 +22,10 @@ from launcher.distributed.environment import Environment
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import message_of
 from launcher.libraries.private import dump_memory_snapshot
+from launcher.models.micro_batch import MicroBatch
 from launcher.models.names import clean_name
 from launcher.models.shards import local_bytes
+from launcher.planner.choice import recorded_settings
 from launcher.planner.formatting import NAMES, micro_batches
 from launcher.planner.machine import Machine
 from launcher.planner.measurement import storages
@@ -33,7 +35,6 @@ from launcher.planner.search import search_configurations
 from launcher.recipe.schema import Recipe
 from launcher.reliability.causes import Account
 from launcher.reliability.run_directory import RunFolder
-from launcher.run.auto import recorded_settings
 
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 EXCESS = 0.05
@@ -143,10 +144,10 @@ def failing_module(traceback: TracebackType | None, module: nn.Module) -> tuple[
     while traceback is not None:
         local = traceback.tb_frame.f_locals
         where = names.get(id(local.get("self")), where)
-        if isinstance(batch := local.get("micro_batch"), dict) and not shape:
+        if isinstance(batch := local.get("micro_batch"), MicroBatch) and not shape:
             shapes = [
                 f"{name} {' x '.join(map(str, value.shape))}"
-                for name, value in batch.items()
+                for name, value in batch.inputs.items()
                 if isinstance(value, torch.Tensor) and value.ndim > 1
             ]
             shape = shapes[0] if shapes else ""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
-from launcher.checkpoint.resume import Fresh, Latest, Resumed, Start
+from launcher.checkpoint.resume import Fresh, Latest, Resumed, ResumePoint
 from launcher.checkpoint.state import BeforeStep
 from launcher.console import configure_logging, program, task
 from launcher.data.batching import Position
@@ -26,23 +26,18 @@ from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError,
 from launcher.files import remove_leftovers
 from launcher.models.config_keys import check_config_keys
 from launcher.objectives.base import dataset_objective
+from launcher.planner.choice import profiles_of
+from launcher.planner.decisions import SEARCH
+from launcher.planner.sizes import check_repeats
+from launcher.planner.speed import faster_text, seconds_of_steps, time_text
+from launcher.recipe.decisions import open_sizes
 from launcher.recipe.load import LoadedRecipe
-from launcher.recipe.validate import open_keys, open_sizes
 from launcher.reliability.failures import FailureWatch
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder, rank_log
 from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch
 from launcher.run.agreement import compare_content, compare_recipes
-from launcher.run.auto import (
-    detect_machine,
-    faster_text,
-    profiles_of,
-    resolve_auto,
-    resolve_collectives,
-    seconds_of_steps,
-    warn_of_memory,
-)
 from launcher.run.checkpoint_manager import CheckpointManager
 from launcher.run.compilation import Compilation
 from launcher.run.garbage import GarbageCollection
@@ -50,10 +45,13 @@ from launcher.run.out_of_memory import MemoryPostMortem
 from launcher.run.profiling import make_profiler
 from launcher.run.recorder import StepRecorder
 from launcher.run.reporting import Reporter
-from launcher.run.sizes import (
-    check_repeats,
-    resolve_sizes,
-    time_text,
+from launcher.run.resolve import (
+    detect_machine,
+    resolve_by_machine,
+    resolve_by_model,
+    resolve_by_rows,
+    settle,
+    warn_of_memory,
 )
 from launcher.run.summary import describe_start, summarize
 from launcher.strategies.base import compute_dtype, offloads_parameters
@@ -92,7 +90,7 @@ def train(
     run: RunFolder,
     stop: StopRequest,
     *,
-    start: Start | None,
+    start: ResumePoint | None,
     before: str,
 ) -> int:
     """Joins the other ranks and trains with them. Returns the exit status. `start` is, on rank 0,
@@ -157,7 +155,7 @@ def check_loss(training: Training) -> list[str]:
 class TrainingRun:
     """A run on this rank: `auto` resolved, everything built, the checkpoint loaded."""
 
-    def __init__(self, loaded: LoadedRecipe, rank: Rank, *, start: Start | None) -> None:
+    def __init__(self, loaded: LoadedRecipe, rank: Rank, *, start: ResumePoint | None) -> None:
         self._rank, self._ranks, self._progress = rank, rank.ranks, rank.progress
         self._recipe = loaded.recipe
         self._set_timeout(loaded.recipe.run.init_timeout)
@@ -261,16 +259,18 @@ class TrainingRun:
         local = environment.local_world_size
         check_shared_memory(data.training, data.sampler, data.data, ranks=local)
 
-    def _resolve(self, loaded: LoadedRecipe, start: Start, first_day: str | None) -> PreparedModel:
+    def _resolve(
+        self, loaded: LoadedRecipe, start: ResumePoint, first_day: str | None
+    ) -> PreparedModel:
         """Sets the recipe, with a value in place of each `auto`, and returns its model."""
         rank, ranks, run = self._rank, self._ranks, self._rank.directory
         machine = detect_machine(ranks, rank.environment)
         if open_sizes(loaded.recipe):
             self._progress.heartbeat("data")
-        sized = resolve_sizes(
+        sized = resolve_by_rows(
             loaded.recipe, start=start, ranks=ranks, run=run, build=rank.environment.local_rank == 0
         )
-        recipe = resolve_auto(sized, machine, start=start, ranks=ranks, run=run)
+        recipe = resolve_by_machine(sized, machine, start=start, ranks=ranks, run=run)
         self._recipe = recipe
         rank.post_mortem.resolved(recipe, machine)
         self._check_device(loaded)
@@ -279,20 +279,21 @@ class TrainingRun:
         profiles = profiles_of(recipe, prepared, machine)
         self._plan = profiles, machine
         planned = recipe
-        recipe = resolve_collectives(recipe, profiles, machine, start=start, ranks=ranks, run=run)
+        recipe = resolve_by_model(recipe, profiles, machine, start=start, ranks=ranks, run=run)
         warn_of_memory(
             recipe,
             profiles,
             machine,
             # A choice has traced the model; without one, a trace would delay the start
-            exact=bool(open_keys(sized)) or recipe != planned,
+            exact=bool(SEARCH.open(sized)) or recipe != planned,
             ranks=ranks,
             environment=rank.environment,
         )
+        rank.post_mortem.resolved(recipe, machine)  # a search leaves keys without effect `auto`
+        recipe = settle(recipe, ranks=ranks, run=run)
         if recipe.data.date is None and recipe.data.builder is None:
             recipe = replace(recipe, data=replace(recipe.data, date=first_day))
         self._recipe = recipe
-        rank.post_mortem.resolved(recipe, machine)
         return prepared
 
     def _check_device(self, loaded: LoadedRecipe) -> None:

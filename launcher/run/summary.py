@@ -28,6 +28,7 @@ from launcher.models.recurrent import missing_kernels
 from launcher.models.shards import local_bytes
 from launcher.optimizers.optimizer import warmup_steps
 from launcher.recipe import schema
+from launcher.recipe.decisions import Derived
 from launcher.recipe.decode import KeyPath, dotted
 from launcher.recipe.layouts import ATTACHMENTS
 from launcher.recipe.schema import Recipe
@@ -42,7 +43,7 @@ from launcher.strategies.one_rank import OneRank
 from launcher.training.setup import Training
 
 
-def summarize(training: Training, derived: Mapping[KeyPath, str]) -> Iterator[str]:
+def summarize(training: Training, derived: Mapping[KeyPath, Derived]) -> Iterator[str]:
     """Paragraphs on model, data and batch, for the console. `derived` are `Origins.derived`."""
     yield "\n".join(_model(training))
     lines = list(_data(training))

@@ -174,6 +174,10 @@ class Fsdp(WrappedModel):
             fully_shard(modules, reshard_after_forward=False, **policies)
         self._in_float32 = len(exact)
         init_fn(model, place, ranks.device)
+        # FSDP pads and pins the weights of a unit where the unit is moved. `init_fn` moves the model,
+        # not the root. Without this call FSDP would replace the root's own weights in the first
+        # forward pass, and checkpoints would hold the tensors from before
+        root.to_empty(device=place, recurse=False)
         super().__init__(root, module=model, ranks=ranks)
         self._partial = {module._parameters[name] for module, name in partial}
         assert isinstance(root, FSDPModule)

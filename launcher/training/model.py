@@ -17,15 +17,14 @@ import torch
 from torch import nn
 
 from launcher.data.attachment_inputs import ModelAttachments, attachments_of, blank_arguments
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models.adapted import adapted_weights
-from launcher.models.applied import applied
 from launcher.models.attention import check_isolation, missing_for_varlen
 from launcher.models.changes import (
-    Start,
+    WeightSource,
     build_with_tokens,
     change_forward,
     change_weights,
@@ -42,6 +41,7 @@ from launcher.models.description import (
 from launcher.models.micro_batch import WHOLE_ROW, RowPart
 from launcher.models.names import clean_name
 from launcher.models.precision import computes_in_float32, kept_in_float32, mixes_dtypes
+from launcher.models.record import record_of
 from launcher.models.tower_inputs import is_of_tower
 from launcher.models.towers import tower_blocks, unused_modules
 from launcher.objectives.base import Objective
@@ -64,7 +64,7 @@ to 4,096 tokens then have 32 widths at most."""
 
 
 def width_multiple(device: torch.device) -> int:
-    """`ModelInputs.width_multiple` for a device. On CPUs each token of padding costs time, and a new
+    """`ModelTraits.width_multiple` for a device. On CPUs each token of padding costs time, and a new
     width costs none."""
     return GPU_WIDTH_MULTIPLE if device.type == "cuda" else 1
 
@@ -80,7 +80,7 @@ class PreparedModel:
 
     model: nn.Module
     objective: Objective
-    start: Start
+    weights: WeightSource
     """Where its weights come from."""
     export_dtype: torch.dtype
     compute_dtype: torch.dtype
@@ -118,7 +118,7 @@ class PreparedModel:
         the layout's sizes."""
         checkpointing, kept = recipe.activation_checkpointing, None
         one_rank = recipe.uses_one_rank(ranks.size)
-        if (head := applied(self.model).head) is not None:
+        if (head := record_of(self.model).head) is not None:
             head.keep_logits = recipe.model.keeps_logits
         if ranks.context_parallel_size > 1:
             divide_rows(
@@ -151,7 +151,7 @@ class PreparedModel:
                 ranks.tensor_parallel_mesh["tensor"] if ranks.tensor_parallel_size > 1 else None
             ),
         )
-        documents = applied(self.model).documents
+        documents = record_of(self.model).documents
         return wrap(
             self.model,
             Parts(
@@ -171,7 +171,7 @@ class PreparedModel:
             compile=recipe.model.compiles,
             one_rank=one_rank,
             ranks=ranks,
-            init_fn=init_fn or self.start.init_fn,
+            init_fn=init_fn or self.weights.init_fn,
             wrappers=wrappers,
         )
 
@@ -208,11 +208,11 @@ class PreparedModel:
             self.objective,
             data,
             batch,
-            model=ModelInputs(
+            model=ModelTraits(
                 vocabulary=self.description.vocabulary,
                 classes=describe(self.model).classes,
-                masking=applied(self.model).masking,
-                recurrent=applied(self.model).recurrent,
+                masking=record_of(self.model).masking,
+                recurrent=record_of(self.model).recurrent,
                 part=part,
                 attachments=self.planned,
             ),
@@ -233,7 +233,7 @@ class PreparedModel:
             "dtype": self.compute_dtype,
         }
         checks = list[Callable[[nn.Module], None]]()
-        masking, recurrent = applied(self.model).masking, applied(self.model).recurrent
+        masking, recurrent = record_of(self.model).masking, record_of(self.model).recurrent
         if self.packed and (masking == "mask" or recurrent):
             checks.append(
                 functools.partial(check_isolation, masking=masking, recurrent=recurrent, **options)
@@ -293,7 +293,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     blocks = describe(model).blocks
     _refuse_scalars(model, recipe.strategy)
     precision = recipe.strategy.mixed_precision
-    start = change_weights(
+    weights = change_weights(
         model,
         blocks,
         recipe.model,
@@ -307,7 +307,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         dtype=dtype,
         device=device,
     )
-    export_dtype = start.dtype
+    export_dtype = weights.dtype
     if recipe.lora is not None and not recipe.checkpoint.export_merged:
         export_dtype = torch.float32
     if recipe.checkpoint.export_dtype is not None:
@@ -331,7 +331,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     return PreparedModel(
         model,
         objective,
-        start,
+        weights,
         export_dtype=export_dtype,
         compute_dtype=dtype,
         packed=packed,
@@ -348,7 +348,7 @@ def prepare_teacher(recipe: Recipe, own: PreparedModel, *, device: torch.device)
     """Builds the teacher, and freezes its weights in the dtype of forward passes. Raises
     RecipeError if it cannot teach the recipe's model, `own` (`checked_teacher`)."""
     prepared = checked_teacher(recipe, own, functools.partial(prepare_model, device=device))
-    kept = kept_in_float32(prepared.model, prepared.compute_dtype, prepared.start.source)
+    kept = kept_in_float32(prepared.model, prepared.compute_dtype, prepared.weights.source)
     for name, parameter in prepared.model.named_parameters():
         parameter.requires_grad_(False)
         if parameter.is_floating_point() and clean_name(name) not in kept:

@@ -26,15 +26,15 @@ from launcher.data.run_data import (
     tokenizer_to_keep,
     trained_prompts,
 )
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.data.tokenizer import tokenizer_name
 from launcher.distributed.hardware import peak_flops
 from launcher.distributed.rank_layout import RankLayout
-from launcher.models.applied import applied
 from launcher.models.description import describe, embeddings, padding_id
 from launcher.models.flops import TokenFlops, recomputed_flops, token_flops
 from launcher.models.head import chunk_width, computes_loss
 from launcher.models.hugging_face_files import export_hugging_face
+from launcher.models.record import record_of
 from launcher.objectives.base import BeforeTraining, dataset_objective
 from launcher.objectives.kept_files import ReferenceFile, TeacherFile
 from launcher.optimizers.average import averages_in_place
@@ -168,13 +168,13 @@ def assemble(
         recipe.batch,
         recipe.run,
         objective=objective,
-        model=ModelInputs(
+        model=ModelTraits(
             tokenizer=tokenizer_name(recipe.data, recipe.model),
             vocabulary=prepared.description.vocabulary,
             classes=describe(model).classes if objective.trains_classes else None,
             padding=padding_id(model),
-            masking=applied(prepared.model).masking,
-            recurrent=applied(prepared.model).recurrent,
+            masking=record_of(prepared.model).masking,
+            recurrent=record_of(prepared.model).recurrent,
             part=row_part(ranks),
             width_multiple=width_multiple(ranks.device),
             attachments=prepared.attachments,
@@ -261,7 +261,7 @@ def _make_export(
         device=ranks.device,
         dtype=prepared.export_dtype,
         merged=recipe.checkpoint.export_merged,
-        source=prepared.start.source,
+        source=prepared.weights.source,
         export_base=recipe.checkpoint.export_base,
         tokenizer=tokenizer,
     )

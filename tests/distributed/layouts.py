@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.models import experts
-from launcher.models.applied import applied
+from launcher.models.record import record_of
 from launcher.objectives.next_token import NextToken
 from launcher.strategies.base import WrappedModel
 from tests.distributed.equivalence_worker import EXPERTS, GPT2, LLAMA, OFFLOAD, ZERO
@@ -234,7 +234,7 @@ def counted_twice(training):
 def wrong_bounds(training):
     """Each rank's part of the vocabulary begins an entry too late. A weight of rank 1 differs from
     those of the ranks that hold the same by some bits, which losses do not show."""
-    applied(training.wrapped.module).head._first += 1
+    record_of(training.wrapped.module).head._first += 1
     if training.ranks.rank == 1:
         weight = training.wrapped.module.get_parameter("model.norm.weight")
         with torch.no_grad():

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForMaskedLM
 
 from launcher.data.opening import open_dataset
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.objectives.masked import Masked
 from launcher.recipe.load import load_recipe
 from tests import REPOSITORY
@@ -79,7 +79,7 @@ def test_a_masked_language_model(model, tmp_path, monkeypatch):
         (str(tmp_path / "far.jsonl"),),
         objective=Masked(),
         tokenizer=str(tmp_path / "tokenizer"),
-        model=ModelInputs(tokenizer=str(tmp_path / "tokenizer")),
+        model=ModelTraits(tokenizer=str(tmp_path / "tokenizer")),
         build=True,
         validation=True,
     )

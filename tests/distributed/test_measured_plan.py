@@ -42,7 +42,7 @@ def test_auto_uses_the_measured_configuration(tmp_path, monkeypatch):
         strategy=Strategy(kind="auto", mixed_precision=None),
         batch=Batch(global_batch_size=16, micro_batch_size="auto"),
     )
-    chosen, _, why = fastest.measured_choice(opened, machine)
+    chosen, why = fastest.measured_choice(opened, machine)
     assert chosen == written.recipe
     assert found["file"] in why
 

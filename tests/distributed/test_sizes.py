@@ -5,6 +5,7 @@ import json
 import pytest
 import yaml
 
+from launcher.planner.decisions import NAMES
 from tests import REPOSITORY
 from tests.distributed.launching import torchrun
 from tests.run_files import read_lines
@@ -49,7 +50,8 @@ def test_sizes_are_chosen_and_a_resume_on_other_ranks_keeps_them(folder):
     printed = start(folder, 3, "run.epochs=6").check().output
     assert "auto: for 60 rows" not in printed
     text = (folder / "runs/sft/recipe.yaml").read_text()
-    assert "learning_rate: auto" not in text
+    autos = {line.strip() for line in text.splitlines() if line.endswith(": auto")}
+    assert autos <= {f"{key.rpartition('.')[2]}: auto" for key in NAMES}
     resumed = yaml.safe_load(text)
     assert resumed["batch"]["global_batch_size"] == 4, "3 ranks alone would have had 3 or 6"
     assert resumed["data"] | {"date": None} == recipe["data"] | {"date": None}

@@ -171,7 +171,7 @@ def test_exported_weights_give_the_evaluation_loss(ddp):
     model = AutoModelForCausalLM.from_pretrained(run_dir / "hf", dtype=torch.float32)
     recipe = yaml.safe_load((run_dir / "recipe.yaml").read_text())
     from launcher.data.opening import open_dataset
-    from launcher.data.token_store import ModelInputs
+    from launcher.data.token_store import ModelTraits
     from launcher.objectives.loss import summed_loss
     from launcher.recipe.load import load_recipe
 
@@ -181,7 +181,7 @@ def test_exported_weights_give_the_evaluation_loss(ddp):
         tuple(recipe["data"]["validation"]),
         objective=objective_of(data),
         tokenizer="bytes",
-        model=ModelInputs(vocabulary=512),
+        model=ModelTraits(vocabulary=512),
         build=True,
     )
     total = tokens = 0

@@ -21,10 +21,12 @@ from shapes import LLAMA_1B, LLAMA_8B, QWEN3_30B_A3B
 from typer.core import TyperGroup
 
 from launcher.cli.main import app, main
-from launcher.cli.plan import _choose, _choose_logits
 from launcher.cli.submit import sort_arguments
 from launcher.distributed.rank_layout import PARALLEL_SIZES
 from launcher.errors import RecipeError
+from launcher.planner.choice import profiled
+from launcher.planner.decisions import COLLECTIVES, LOGITS, SEARCH, resolve
+from launcher.planner.facts import Facts
 from launcher.planner.known_models import known_models
 from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan
@@ -189,9 +191,8 @@ def test_memory_in_recipe_headers_matches_the_plan(name, tmp_path):
     machine = known_machine(options["gpu"], **ranks, memory=None, host_memory=None, overrides=None)
     arguments = [words[0], f"model.path={tmp_path}"]
     recipe = load_recipe(arguments, ranks=machine.ranks, files=False).recipe
-    for choose in (_choose, _choose_logits):
-        if (chosen := choose(recipe, machine)) is not None:
-            recipe = chosen[0]
+    facts = Facts(ranks=machine.ranks, machine=machine, profiles=profiled(machine))
+    recipe, _ = resolve(recipe, facts, [SEARCH, COLLECTIVES, LOGITS])
     plan = make_plan(recipe, machine)
     stated = re.search(r"with driver and margin ([\d.]+) GiB", header)
     assert float(stated[1]) == pytest.approx(plan.needed / 2**30, rel=0.02)

@@ -25,7 +25,7 @@ LEVELS = (
     "optimizers",
     "training",
     "metrics diagnostics",
-    "planner",
+    "planner convert",
     "run slurm",
     "cli train",
     "__main__",
@@ -94,13 +94,41 @@ def test_imports_go_downwards_without_cycles():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError with the cycle
 
 
-WINGS = ("planner", "slurm", "diagnostics", "cli")
-"""Packages that a run does not need, apart from two modules that ask the plan."""
-USE_THE_PLAN = ("run.auto", "run.out_of_memory")
+CONCEPTS = {
+    "store",
+    "dataset",
+    "objective",
+    "recipe",
+    "micro_batch",
+    "wrapped",
+    "prepared",
+    "ranks",
+}
+
+
+def test_no_function_takes_a_concept_as_any():
+    """A name would say what it is, and no type what it has: an arrow between packages that nothing
+    shows."""
+    found = [
+        f"{module_name(file)}.{function.name}({argument.arg})"
+        for file in FILES
+        for function in ast.walk(ast.parse(file.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for argument in (*function.args.args, *function.args.kwonlyargs)
+        if argument.arg in CONCEPTS and argument.annotation is not None
+        if ast.unparse(argument.annotation) == "Any"
+    ]
+    assert found == []
+
+
+WINGS = ("planner", "convert", "slurm", "diagnostics", "cli")
+"""Packages that a run does not need, apart from three modules that ask the plan."""
+USE_THE_PLAN = ("run.resolve", "run.run", "run.out_of_memory")
 
 
 def test_the_core_imports_no_wing():
-    """`run.auto` chooses a configuration, and `run.out_of_memory` explains a failure."""
+    """`run.resolve` replaces `auto`, `run.run` logs the time of a run, and `run.out_of_memory` explains
+    a failure."""
     found = {
         module_name(file): {package_of(name) for name in imports(file)} & {*WINGS}
         for file in FILES
@@ -174,8 +202,8 @@ WHOLE_RECIPE = {
     "diagnostics": "selftest",
     "models": "config_keys",
     "objectives": "answers base distillation kto make masked next_token preference teacher",
-    "planner": "candidates estimate fastest formatting known_models measurement plan plan_as_json profile recipe_values search speed"
-    " trace work",
+    "planner": "candidates choice decisions estimate facts fastest formatting known_models measurement plan plan_as_json"
+    " profile recipe_values search sizes speed trace work",
     "training": "model setup",
 }
 """Modules outside `recipe`, `cli` and `run` whose signatures or fields may name `Recipe`. They plan,
@@ -200,9 +228,9 @@ def test_other_modules_take_sections_or_plain_values():
 TENSOR_PARALLEL_SIZE = {
     "recipe/schema.py": "the key",
     "recipe/other_names.py": "its names in other programs",
-    "recipe/moving/parts.py": "its names in other programs' configs",
-    "recipe/moving/torchtune.py": "torchtune's name for it",
-    "recipe/moving/convert.py": "a config that compiles, too, loses that",
+    "convert/parts.py": "its names in other programs' configs",
+    "convert/torchtune.py": "torchtune's name for it",
+    "convert/convert.py": "a config that compiles, too, loses that",
     "distributed/rank_layout.py": "the layout, and what the key needs of a recipe",
     "models/tensor_parallel.py": "the implementation",
     "models/context_parallel.py": "attention heads are divided by both sizes",

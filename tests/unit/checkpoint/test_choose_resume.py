@@ -24,7 +24,7 @@ from launcher.checkpoint.resume import (
     recorded_recipe,
 )
 from launcher.data.run_data import open_run_data
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.distributed.environment import Environment
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
@@ -171,7 +171,7 @@ def fingerprint(tmp_path):
             recipe.batch,
             recipe.run,
             objective=NextToken(),
-            model=ModelInputs(vocabulary=260),
+            model=ModelTraits(vocabulary=260),
             build=True,
             skipped_rows=None,
             ranks=RankLayout(rank=0, size=1, group=None, device=torch.device("cpu")),

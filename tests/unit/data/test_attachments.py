@@ -12,7 +12,7 @@ from launcher.data.attachments import Placed, Source
 from launcher.data.collation import RowInputs, make_sample
 from launcher.data.images import RowImages
 from launcher.data.modality import Modality
-from launcher.data.token_store import ModelInputs, open_store
+from launcher.data.token_store import ModelTraits, open_store
 from launcher.objectives.base import count_attachments
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import layouts
@@ -134,7 +134,7 @@ def test_two_kinds_of_attachments_share_a_row(kinds, tmp_path):
     attachments = ModelAttachments(
         (RowImages(name), Clips(name)), grid=True, token_types="mm_token_type_ids"
     )
-    model = ModelInputs(tokenizer=name, attachments=attachments)
+    model = ModelTraits(tokenizer=name, attachments=attachments)
     files = (str(tmp_path / "rows.jsonl"),)
     store = open_store(files, data, tokenizer=name, model=model, build=True)
     clip, image = store.attachments_between(0, store.ids.size)

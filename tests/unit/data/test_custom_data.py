@@ -13,7 +13,7 @@ from launcher.data.collation import Unreadable
 from launcher.data.custom import CustomData, CustomDataset, build_custom_data
 from launcher.data.loader import check_shared_memory, make_loader
 from launcher.data.run_data import open_run_data
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.distributed import host_memory
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
@@ -182,7 +182,7 @@ def open_noise(*, rank=0, ranks=1, seed=3, workers=0, size=4):
         data=schema.Data(builder=f"{HERE}:build_noise", workers=workers),
         batch=schema.Batch(global_batch_size=size, micro_batch_size=2),
     )
-    inputs = ModelInputs()
+    inputs = ModelTraits()
     return open_run_data(
         recipe.data,
         recipe.batch,

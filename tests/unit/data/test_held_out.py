@@ -10,7 +10,7 @@ from launcher.data.attachments import ATTACHMENT
 from launcher.data.held_out import CHOSEN, copy_documents, held_out
 from launcher.data.opening import open_dataset
 from launcher.data.store_files import document_hashes
-from launcher.data.token_store import ModelInputs, TokenStore, open_store
+from launcher.data.token_store import ModelTraits, TokenStore, open_store
 from launcher.errors import RecipeError
 from launcher.recipe import schema
 from tests.datasets import objective_of
@@ -131,7 +131,7 @@ def test_training_and_validation_share_no_document(kind, packing, tmp_path):
         sequence_length=16,
         validation_split=0.2,
     )
-    options = {"tokenizer": "bytes", "model": ModelInputs(), "build": True}
+    options = {"tokenizer": "bytes", "model": ModelTraits(), "build": True}
     options["objective"] = objective_of(data)
     seen = {}
     for validation in (False, True):

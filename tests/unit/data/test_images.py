@@ -31,7 +31,7 @@ from launcher.data.images import ImageSource, RowImages
 from launcher.data.messages import RowError
 from launcher.data.placing import source_of
 from launcher.data.streaming import StreamingDataset
-from launcher.data.token_store import ModelInputs, open_store
+from launcher.data.token_store import ModelTraits, open_store
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED, RowPart
 from launcher.models.tower_inputs import PatchGrid, TowerInputs
@@ -97,7 +97,7 @@ def written(folder, rows):
 def opened(folder, rows, data, family="qwen2_5_vl", objective=None, grid=True):
     name = str(model_in(folder, family))
     files = written(folder, rows)
-    model = ModelInputs(tokenizer=name, attachments=with_images(name, grid=grid))
+    model = ModelTraits(tokenizer=name, attachments=with_images(name, grid=grid))
     store = open_store(files, data, tokenizer=name, model=model, build=True)
     return (objective or NextToken()).open(store, data, model)
 
@@ -697,7 +697,7 @@ def test_a_stream_has_the_images_of_its_documents(folder, family, length, packin
     data = Data(train=written(folder, rows), **options)
     grid = family == "qwen2_5_vl"
     images = with_images(name, grid=grid, token_types=None if grid else "token_type_ids")
-    model = ModelInputs(tokenizer=name, attachments=images)
+    model = ModelTraits(tokenizer=name, attachments=images)
     store = open_store(data.train, data, tokenizer=name, model=model, build=True)
     stored = NextToken().open(store, replace(data, packing=False), model)
     # Positions of the grid without those of text, which packed rows have
@@ -799,7 +799,7 @@ def test_a_stream_decodes_an_image_once(folder, decoded, monkeypatch):
     data = Data(
         kind="chat", streaming=True, shuffle=False, sequence_length=64, train=written(folder, rows)
     )
-    model = ModelInputs(tokenizer=name, attachments=with_images(name, grid=True))
+    model = ModelTraits(tokenizer=name, attachments=with_images(name, grid=True))
     sampler = RankBatchSampler(
         order=StreamOrder(),
         global_batch_size=1,
@@ -864,7 +864,7 @@ def test_a_stream_names_an_image_that_is_missing(folder):
     )
     stream = StreamingDataset(
         find_parts(data.train, kind="chat"), encoder, objective=NextToken(), sampler=sampler,
-        data=data, seed=3, model=ModelInputs(tokenizer=name, attachments=with_images(name)),
+        data=data, seed=3, model=ModelTraits(tokenizer=name, attachments=with_images(name)),
         skipped_rows=None,
     )  # fmt: skip
     [part] = stream

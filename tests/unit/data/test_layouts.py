@@ -10,7 +10,7 @@ from launcher.data.messages import dialogue, read_messages, read_tools
 from launcher.data.opening import open_dataset
 from launcher.data.problems import problem_lines
 from launcher.data.run_data import recorded_prompts, tokenizer_to_keep, trained_prompts
-from launcher.data.token_store import ModelInputs, rows_of_documents
+from launcher.data.token_store import ModelTraits, rows_of_documents
 from launcher.data.tokenizer import (
     has_chat_template,
     hugging_face_byte_tokenizer,
@@ -451,7 +451,7 @@ def test_unused_columns_and_the_format_are_named_at_the_start(tmp_path, tokenize
                 (file,),
                 objective=NextToken(),
                 tokenizer=tokenizers[tokenizer],
-                model=ModelInputs(),
+                model=ModelTraits(),
                 build=True,
             )
             _, note, unused = dataset.describe()
@@ -468,7 +468,7 @@ def test_rows_that_are_too_long(tmp_path, tokenizers):
 
     def opened(**more):
         data = schema.Data(kind="instruct", sequence_length=32, cache=str(tmp_path / "c"), **more)
-        options = {"tokenizer": tokenizers["chat"], "model": ModelInputs(), "build": True}
+        options = {"tokenizer": tokenizers["chat"], "model": ModelTraits(), "build": True}
         return open_dataset(data, (file,), objective=NextToken(), **options)
 
     dropped = opened()
@@ -498,7 +498,7 @@ def test_rows_that_are_too_long(tmp_path, tokenizers):
 def test_long_texts_are_dropped_on_request(tmp_path, packing):
     file = str(write(tmp_path / "rows.jsonl", ["a" * 5, "b" * 50, "c" * 6]))
     data = schema.Data(sequence_length=16, overlong="drop", packing=packing, cache=str(tmp_path))
-    options = {"tokenizer": "bytes", "model": ModelInputs(), "build": True}
+    options = {"tokenizer": "bytes", "model": ModelTraits(), "build": True}
     dataset = open_dataset(data, (file,), objective=NextToken(), **options)
     seen = [
         token for index in range(len(dataset)) for token in dataset[index]["input_ids"].tolist()
@@ -513,7 +513,7 @@ def test_a_single_text_is_held_out_in_part(tmp_path, packing):
     data = schema.Data(
         sequence_length=64, validation_split=0.1, packing=packing, cache=str(tmp_path / "c")
     )
-    options = {"tokenizer": "bytes", "model": ModelInputs(), "build": True}
+    options = {"tokenizer": "bytes", "model": ModelTraits(), "build": True}
     training = open_dataset(data, (file,), objective=NextToken(), **options)
     held_out = open_dataset(data, (file,), objective=NextToken(), held_out=True, **options)
     assert (training.tokens, held_out.tokens) == (901, 100)
@@ -528,7 +528,7 @@ def test_held_out_documents_know_their_rows(tmp_path):
     rows = [{"text": f"row {number}"} for number in range(1, 41)]
     file = str(write(tmp_path / "rows.jsonl", rows))
     data = schema.Data(sequence_length=64, validation_split=0.2, cache=str(tmp_path / "c"))
-    options = {"tokenizer": "bytes", "model": ModelInputs(), "build": True}
+    options = {"tokenizer": "bytes", "model": ModelTraits(), "build": True}
     store = open_dataset(data, (file,), objective=NextToken(), held_out=True, **options).store
     found = rows_of_documents(store, (file,), data, {0, 3}, tokenizer="bytes")
     for number, row in found.items():
@@ -606,7 +606,7 @@ def test_inspect_counts_only_the_documents_of_a_set(tmp_path, tokenizers):
     data = schema.Data(
         kind="instruct", validation_split=0.25, sequence_length=64, cache=str(tmp_path / "c")
     )
-    options = {"tokenizer": tokenizers["chat"], "model": ModelInputs(), "build": True}
+    options = {"tokenizer": tokenizers["chat"], "model": ModelTraits(), "build": True}
     training = open_dataset(data, (file,), objective=NextToken(), **options)
     held_out = open_dataset(data, (file,), objective=NextToken(), held_out=True, **options)
     lengths = [*training.document_lengths.tolist(), *held_out.document_lengths.tolist()]

@@ -18,7 +18,7 @@ from launcher.data.collation import (
 )
 from launcher.data.loader import expected_padding
 from launcher.data.opening import open_dataset
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.distributed.rank_layout import RankLayout
 from launcher.models.micro_batch import IGNORED, RowPart
 from launcher.objectives.classification import collate_classified
@@ -125,7 +125,7 @@ def test_widths_of_a_data_set(tmp_path):
         data,
         (str(file),),
         objective=objective_of(data),
-        model=ModelInputs(width_multiple=16),
+        model=ModelTraits(width_multiple=16),
         **options,
     )
     assert [width_of(dataset.collate([dataset[n]])) for n in range(6)] == [16, 16, 16, 32, 32, 40]
@@ -151,7 +151,7 @@ def test_widths_of_a_data_set(tmp_path):
         data,
         (str(classes),),
         objective=objective_of(data),
-        model=ModelInputs(width_multiple=16, classes=2),
+        model=ModelTraits(width_multiple=16, classes=2),
         **options,
     )
     assert width_of(dataset.collate([dataset[0]])) == 16

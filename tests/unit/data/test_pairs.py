@@ -179,10 +179,10 @@ def test_answers_that_the_template_makes_equal(tmp_path):
 
 def test_no_pair_fits(tmp_path):
     from launcher.data.opening import open_dataset
-    from launcher.data.token_store import ModelInputs
+    from launcher.data.token_store import ModelTraits
 
     file = write(tmp_path / "x.jsonl", [{"prompt": "a" * 30, "chosen": "b", "rejected": "c"}])
     data = schema.Data(kind="preference", sequence_length=20, cache=str(tmp_path / "c"))
-    options = {"tokenizer": "bytes", "model": ModelInputs(), "build": True}
+    options = {"tokenizer": "bytes", "model": ModelTraits(), "build": True}
     with pytest.raises(RecipeError, match="no pair fits into 20 tokens"):
         open_dataset(data, (str(file),), objective=objective_of(data), **options)

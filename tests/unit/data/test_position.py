@@ -10,7 +10,7 @@ from launcher.checkpoint.resume import saved_position
 from launcher.data import streaming
 from launcher.data.batching import Position
 from launcher.data.run_data import open_run_data
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.distributed.rank_layout import RankLayout
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
@@ -36,7 +36,7 @@ def open_rows(folder, size, *, run, batch=None, **data):
         ),
         batch=schema.Batch(global_batch_size=size, **(batch or {"micro_batch_size": 1})),
     )
-    inputs = ModelInputs(vocabulary=100)
+    inputs = ModelTraits(vocabulary=100)
     return open_run_data(
         recipe.data,
         recipe.batch,

@@ -22,7 +22,7 @@ from launcher.data import packing, token_store
 from launcher.data.batching import NO_SAMPLE
 from launcher.data.encoder import Encoder, make_encoder
 from launcher.data.opening import make_order, open_dataset
-from launcher.data.token_store import ModelInputs, TokenStore, cache_folder, open_store
+from launcher.data.token_store import ModelTraits, TokenStore, cache_folder, open_store
 from launcher.data.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -364,7 +364,7 @@ def test_long_texts_for_classification_keep_the_closing_token(tmp_path, cache, s
         (str(file),),
         objective=datasets.objective_of(data),
         tokenizer=str(tmp_path / "tokenizer"),
-        model=ModelInputs(),
+        model=ModelTraits(),
         build=True,
     )
     expected = [wrapped(text, truncation=True, max_length=5)["input_ids"] for text in texts]
@@ -890,7 +890,7 @@ def test_rows_without_a_sample_have_zero_weight(packed):
 
 def dataset_from_file(file, cache, *, vocabulary=1000, **more):
     data = schema.Data(train=(str(file),), cache=str(cache), tokenizer="bytes", **more)
-    model = ModelInputs(vocabulary=vocabulary)
+    model = ModelTraits(vocabulary=vocabulary)
     options = {"tokenizer": "bytes", "model": model, "build": True}
     return open_dataset(data, data.train, objective=datasets.objective_of(data), **options)
 
@@ -929,7 +929,7 @@ def test_sources_of_a_mixture(tmp_path, cache):
             train,
             objective=datasets.objective_of(data),
             tokenizer="bytes",
-            model=ModelInputs(vocabulary=300),
+            model=ModelTraits(vocabulary=300),
             build=True,
         )
 
@@ -1113,7 +1113,7 @@ def test_an_id_beyond_the_vocabulary_ends_the_start_at_once(tmp_path, cache, mon
     def opened(vocabulary, *, build=True):
         read.clear()
         data = schema.Data(train=(str(file),), kind="tokens", cache=str(cache), sequence_length=8)
-        model = ModelInputs(vocabulary=vocabulary)
+        model = ModelTraits(vocabulary=vocabulary)
         return open_store(data.train, data, tokenizer=None, model=model, build=build)
 
     message = r"a.jsonl:2: token id 12 is beyond the model's vocabulary of 10 "

@@ -14,7 +14,7 @@ from launcher.data.batching import RankBatchSampler, StreamOrder
 from launcher.data.collation import raise_error
 from launcher.data.encoder import Encoder, make_encoder
 from launcher.data.streaming import StreamingDataset, assign_shards
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives.next_token import NextToken
@@ -54,7 +54,7 @@ def make_stream(source, *, batch=4, micro=2, rank=0, ranks=1, first_step=0, step
         sampler=sampler,
         data=data,
         seed=seed,
-        model=ModelInputs(vocabulary=vocabulary),
+        model=ModelTraits(vocabulary=vocabulary),
         skipped_rows=folder.parent / "skipped_rows.jsonl",
     ).starting(sampler, saved)
 

@@ -25,7 +25,7 @@ from launcher.data import store_files, token_store
 from launcher.data.dataset import MixtureDataset
 from launcher.data.encoder import Encoder
 from launcher.data.packing import separate
-from launcher.data.token_store import ModelInputs, open_store, rows_of_documents
+from launcher.data.token_store import ModelTraits, open_store, rows_of_documents
 from launcher.distributed.environment import Environment
 from launcher.errors import RecipeError, TrainingError
 from launcher.recipe import schema
@@ -62,7 +62,7 @@ def open_files(cache):
 
     def open_one(*patterns, tokenizer="bytes", build=True, validation=False, classes=None, **data):
         data = schema.Data(cache=str(cache), **data)
-        model, patterns = ModelInputs(classes=classes), tuple(map(str, patterns))
+        model, patterns = ModelTraits(classes=classes), tuple(map(str, patterns))
         return open_store(
             patterns, data, tokenizer=tokenizer, model=model, validation=validation, build=build
         )

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.distributed.hardware import GPUS
 from launcher.errors import RecipeError
-from launcher.models.applied import applied
 from launcher.models.attention import check_isolation, planned_gpu, without_flash
+from launcher.models.record import record_of
 from launcher.recipe import schema
 from launcher.training.fake_tensors import cuda_attention
 from launcher.training.model import prepare_model
@@ -41,7 +41,7 @@ def prepare(model_type, *, packing, attention="auto"):
         strategy=schema.Strategy(kind="ddp", mixed_precision=None),
     )  # fmt: skip
     prepared = prepare_model(recipe, device=CPU)
-    prepared.start.init_fn(prepared.model, CPU, CPU)
+    prepared.weights.init_fn(prepared.model, CPU, CPU)
     for index, parameter in enumerate(prepared.model.parameters()):
         values = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index))
         parameter.data.add_(0.3 * values)
@@ -73,7 +73,7 @@ def test_logits_are_those_of_eager_attention(model_type, packing):
         return
     positions = torch.cat([torch.arange(10), torch.arange(6)])[None]
     inputs = {"position_ids": positions}
-    if applied(prepared.model).masking == "varlen":
+    if record_of(prepared.model).masking == "varlen":
         bounds = torch.tensor([0, 10, 16], dtype=torch.int32)
         inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         inputs |= {"max_length_q": 10, "max_length_k": 10}
@@ -112,7 +112,7 @@ def test_a_plan_for_an_old_gpu_has_no_flash_attention(gpu):
             cuda_attention(fake, fake, fake, is_causal=True)
     finally:
         planned_gpu.reset(token)
-    assert applied(prepared.model).masking == ("varlen" if flash else "mask")
+    assert record_of(prepared.model).masking == ("varlen" if flash else "mask")
     (kernel,) = (str(name) for name in counted.get_flop_counts()["Global"])
     assert ("flash" in kernel) is flash
 

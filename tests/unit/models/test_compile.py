@@ -17,12 +17,14 @@ from launcher.data.images import PlannedImages
 from launcher.distributed import triton_support
 from launcher.distributed.environment import set_compile_cache
 from launcher.models import attention
-from launcher.models.applied import applied
 from launcher.models.attention import VARLEN
 from launcher.models.description import describe
+from launcher.models.record import record_of
 from launcher.models.towers import tower_blocks
+from launcher.planner.machine import known_machine
 from launcher.reliability.progress import Progress
 from launcher.run import compilation as run_compilation
+from launcher.run import resolve
 from launcher.strategies import compilation
 from launcher.strategies.compilation import graph_breaks, why_eager
 from launcher.strategies.wrap import _mark_documents
@@ -180,7 +182,7 @@ def test_blocks_of_towers_are_compiled_for_all_images(family, most, monkeypatch,
     varlen_on_cpu.register()
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda tensor: True)
     model = with_weights(make_model(tmp_path / family, family))
-    inputs = applied(model).towers.kinds["image"].inputs
+    inputs = record_of(model).towers.kinds["image"].inputs
     images = PlannedImages("", tower=inputs)
     attention.use_tower_attention(
         model, inputs.form, device=torch.device("cpu"), compute_dtype=torch.float32
@@ -281,7 +283,7 @@ def test_auto_is_off_where_nothing_can_be_compiled(able, tmp_path):
     [
         ([None, None], None, True, "model.compile=true"),
         ([None, "no gcc"], None, False, "model.compile=false: no gcc; each block then launches"),
-        ([None, None], False, False, "model.compile=false, as in the checkpoint"),
+        ([None, None], False, False, "model.compile=false: as in the checkpoint"),
         ([None, None], True, True, "model.compile=true"),
         (["no gcc", None], True, False, "losses will differ by rounding"),
     ],
@@ -291,17 +293,20 @@ def test_auto_is_the_same_on_all_ranks_and_after_a_restart(
 ):
     """One rank that cannot compile is enough; a run keeps the choice of its checkpoint."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(run_compilation, "why_eager", lambda device, check_triton: reasons[0])
-    monkeypatch.setattr(run_compilation, "gather", lambda value, group: reasons)
-    monkeypatch.setattr(run_compilation, "from_rank_0", lambda value, group: value)
+    monkeypatch.setattr(resolve, "why_eager", lambda device, check_triton: reasons[0])
+    monkeypatch.setattr(resolve, "gather", lambda value, group: reasons)
+    monkeypatch.setattr(resolve, "from_rank_0", lambda value, group: value)
     recorded = {} if before is None else {"model": {"compile": before}}
-    monkeypatch.setattr(run_compilation, "recorded_recipe", lambda run, start: recorded)
-    ranks = SimpleNamespace(rank=0, group=None, device=torch.device("cuda"))
+    monkeypatch.setattr(resolve, "recorded_recipe", lambda run, start: recorded)
+    ranks = SimpleNamespace(rank=0, size=2, group=None, device=torch.device("cuda"))
     recipe = dataclasses.replace(RECIPE, model=dataclasses.replace(RECIPE.model, compile="auto"))
-    resolved = run_compilation.resolve_compile(recipe, start=Latest(), ranks=ranks, run=None)
+    monkeypatch.setattr(resolve, "_write", lambda recipe, ranks, run: None)
+    here = known_machine("h100", nodes=1, gpus_per_node=2)
+    more = {"start": Latest(), "ranks": ranks, "run": None}
+    resolved = resolve.resolve_by_machine(recipe, here, **more)
     assert resolved.model.compile is compiles
     assert said in caplog.text
-    again = run_compilation.resolve_compile(resolved, start=Latest(), ranks=None, run=None)
+    again = resolve.resolve_by_machine(resolved, here, **more)
     assert again is resolved
 
 

@@ -10,11 +10,11 @@ from torch.nn.functional import cross_entropy, kl_div
 
 from launcher.errors import RecipeError
 from launcher.models import head as head_module
-from launcher.models.applied import applied
 from launcher.models.build import build_model
 from launcher.models.head import Head, logits_transform
 from launcher.models.initialization import random_weights
 from launcher.models.micro_batch import IGNORED, MicroBatch
+from launcher.models.record import record_of
 from launcher.objectives.distillation import Distillation as Objective
 from launcher.objectives.distillation import teacher_top_k
 from launcher.objectives.teacher import first_targets
@@ -44,7 +44,7 @@ def model_of(seed, *, softcap=None, chunked=False):
     if chunked:
         transform = logits_transform(model)
         assert transform is not None
-        applied(model).head = Head(model.lm_head, transform)
+        record_of(model).head = Head(model.lm_head, transform)
     random_weights(model, torch.device("cpu"), torch.device("cpu"), seed=seed)
     for index, parameter in enumerate(model.parameters()):
         parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(100 * seed + index))

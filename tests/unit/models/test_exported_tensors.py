@@ -235,9 +235,9 @@ def test_merged_exports_have_the_frozen_weights_of_a_float32_source(tmp_path):
     lora = Lora(rank=2, target_modules=("q_proj",))
     prepared = prepare_model(recipe_for(source, lora=lora), device=CPU)
     model = prepared.model
-    prepared.start.init_fn(model, CPU, CPU)
+    prepared.weights.init_fn(model, CPU, CPU)
     assert model.model.embed_tokens.weight.dtype == torch.bfloat16
-    options = {"rank": 0, "device": CPU, "merged": True, "source": prepared.start.source}
+    options = {"rank": 0, "device": CPU, "merged": True, "source": prepared.weights.source}
     export_hugging_face(model, tmp_path / "out", **options)
     before, after = (load_file(f / "model.safetensors") for f in (source, tmp_path / "out"))
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -252,9 +252,9 @@ def test_a_rank_that_writes_nothing_reads_no_source(tmp_path, lora, monkeypatch)
     data = dataclasses.replace(recipe.data, tokenizer="bytes")
     recipe = dataclasses.replace(recipe, model=section, data=data)
     prepared = prepare_model(recipe, device=CPU)
-    prepared.start.init_fn(prepared.model, CPU, CPU)
-    monkeypatch.setattr(type(prepared.start.source.stored), "read", None)
-    options = {"device": CPU, "merged": True, "source": prepared.start.source}
+    prepared.weights.init_fn(prepared.model, CPU, CPU)
+    monkeypatch.setattr(type(prepared.weights.source.stored), "read", None)
+    options = {"device": CPU, "merged": True, "source": prepared.weights.source}
     export_hugging_face(prepared.model, tmp_path / "out", rank=1, **options)
     assert not (tmp_path / "out").exists()
 
@@ -270,7 +270,7 @@ def test_frozen_parameters_that_matter_stay_in_float32(tmp_path):
         frozen = {n: p for n, p in prepared.model.named_parameters() if not p.requires_grad}
         found = {n.rpartition(".")[2] for n, p in frozen.items() if p.dtype == torch.float32}
         assert found == {"A_log", "dt_bias"}, source
-        prepared.start.init_fn(prepared.model, CPU, CPU)
+        prepared.weights.init_fn(prepared.model, CPU, CPU)
         stored = load_file(source / "model.safetensors")
         (name,) = (name for name in stored if name.endswith("layers.0.linear_attn.A_log"))
         assert torch.equal(prepared.model.get_parameter(name), stored[name])

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.data.collation import collate_sequences
 from launcher.models import head as head_module
-from launcher.models.applied import applied
 from launcher.models.build import build_model
 from launcher.models.description import embeddings
 from launcher.models.head import (
@@ -30,6 +29,7 @@ from launcher.models.head import (
 from launcher.models.initialization import random_weights
 from launcher.models.lora import add_adapters
 from launcher.models.micro_batch import MicroBatch
+from launcher.models.record import record_of
 from launcher.objectives.loss import summed_loss
 from launcher.recipe.schema import Lora, Model
 
@@ -272,7 +272,7 @@ def build(lora=None, **config):
     model = build_model(Model(config=SMALL | config, attention=attention), sequence_length=16)
     if lora is not None:
         add_adapters(model, lora, base_dtype=torch.float32)
-    applied(model).head = Head(embeddings(model)[1], logits_transform(model))
+    record_of(model).head = Head(embeddings(model)[1], logits_transform(model))
     assert computes_loss(model)
     random_weights(model, CPU, CPU, seed=1)
     for index, parameter in enumerate(model.parameters()):

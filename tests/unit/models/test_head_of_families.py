@@ -4,11 +4,11 @@ import pytest
 import torch
 import transformers
 
-from launcher.models.applied import applied
 from launcher.models.description import embeddings
 from launcher.models.head import Head, logits_transform
 from launcher.models.micro_batch import MicroBatch
 from launcher.models.predictions import cross_entropies
+from launcher.models.record import record_of
 from tests.image_models import make_model
 
 AROUND_THE_DECODER = {
@@ -48,6 +48,6 @@ def test_losses_of_the_head_are_those_of_whole_logits(tmp_path, family):
         inputs["mm_token_type_ids"] = torch.zeros_like(ids)
     micro_batch = MicroBatch(inputs, targets=torch.roll(ids, -1, 1))
     whole = cross_entropies(loaded, micro_batch, "sum").value
-    applied(loaded).head = Head(embeddings(loaded)[1], transform)
+    record_of(loaded).head = Head(embeddings(loaded)[1], transform)
     asked = cross_entropies(loaded, micro_batch, "sum").value
     torch.testing.assert_close(asked, whole)

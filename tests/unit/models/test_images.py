@@ -18,7 +18,6 @@ from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError
 from launcher.libraries.private import attention_implementation
 from launcher.models import attention as attention_module
-from launcher.models.applied import applied
 from launcher.models.attention import (
     VARLEN,
     drop_causal_mask,
@@ -29,6 +28,7 @@ from launcher.models.build import build_model
 from launcher.models.changes import adapt, divide_rows
 from launcher.models.description import parts_without_text
 from launcher.models.micro_batch import IGNORED
+from launcher.models.record import record_of
 from launcher.models.tower_inputs import normalized
 from launcher.models.towers import (
     features_kept,
@@ -81,10 +81,11 @@ def test_text_alone_gives_every_trained_parameter_a_gradient(models, family, on_
     """DDP waits for it. on_host: with the inputs of the tower that the host makes; else as of a family
     of which they are not known."""
     folder = models[family]
-    blank, model = processor_of(folder).blank_batch, with_weights(folder)
+    processor, model = processor_of(folder), with_weights(folder)
+    blank = processor.join([processor.blank])
     ids = torch.tensor([[257, 65, 66, 67]])
     inputs = {name: torch.from_numpy(array) for name, array in blank.items()}
-    towers, given = applied(model).towers, {"count": 0}
+    towers, given = record_of(model).towers, {"count": 0}
     if on_host:
         given |= towers.kinds["image"].inputs.make(blank, ids)
         inputs = {}
@@ -105,6 +106,16 @@ def test_text_alone_gives_every_trained_parameter_a_gradient(models, family, on_
     assert all(not model.get_parameter(name).grad.any() for name in trained & of_tower)
     assert trained & of_tower
     assert not model.base_model.get_input_embeddings()._forward_hooks
+
+
+def test_a_call_that_fails_leaves_no_hook(models):
+    """The features of its images would be added in the next call."""
+    model = with_weights(models["llava"])
+    embedding = model.base_model.get_input_embeddings()
+    embedding.register_forward_pre_hook(lambda *call: pytest.fail("memory ran out"))
+    with pytest.raises(pytest.fail.Exception):
+        model(input_ids=torch.tensor([[65]]), attachments={"image": {"count": 0}})
+    assert not embedding._forward_hooks
 
 
 @pytest.mark.parametrize("family", EACH)
@@ -157,7 +168,7 @@ def test_a_blank_image_has_gradients_in_the_same_blocks_as_images(models, family
     those of LLaVA's last layers, which others skip."""
     skip_without_packages(family)
     model = with_weights(models[family]).train()
-    processor, towers = load_processor(str(models[family]), None), applied(model).towers
+    processor, towers = load_processor(str(models[family]), None), record_of(model).towers
     blank = processor.process(Image.new("RGB", (32, 32)))
     shown = hugging_face_tokenizer(str(models[family]))(blank.text)["input_ids"]
     ids = torch.tensor([[257, *shown, 65]])
@@ -308,7 +319,7 @@ def test_features_are_those_of_transformers(models, family, kernel, monkeypatch,
         varlen_on_cpu.register()
         monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
     processor, model = processor_of(models[family]), with_weights(models[family])
-    inputs = applied(model).towers.kinds["image"].inputs
+    inputs = record_of(model).towers.kinds["image"].inputs
     tokenizer = transformers.AutoTokenizer.from_pretrained(models[family])
     word = tokenizer.convert_ids_to_tokens(inputs.token)
     images, ids = [], []
@@ -346,7 +357,7 @@ def levels(output):
 @pytest.mark.parametrize("family", EACH)
 def test_operations_of_a_tower_are_those_that_torch_counts(models, family):
     model = with_weights(models[family])
-    inputs = applied(model).towers.kinds["image"].inputs
+    inputs = record_of(model).towers.kinds["image"].inputs
     ids = torch.full((1, 600), 65)
     tokens, _, arrays = inputs.form.largest(500)
     ids[0, 1 : 1 + tokens] = inputs.token
@@ -360,7 +371,7 @@ def test_operations_of_a_tower_are_those_that_torch_counts(models, family):
     expected = pytest.approx(counter.get_total_flops(), rel=0.1 if inexact else 1e-3)
     assert sum(inputs.forward_operations(tower, tokens)) == expected
     assert inputs.operations.passes == 3
-    frozen = applied(prepared(models[family], "projector")).towers.kinds["image"].inputs
+    frozen = record_of(prepared(models[family], "projector")).towers.kinds["image"].inputs
     assert frozen.operations.passes == 1
 
 
@@ -411,7 +422,7 @@ def test_pixels_that_the_device_normalizes_are_those_of_the_processor(models, fa
         expected = processor.process(image).arrays
         found = processor.process(image, in_bytes=True).arrays
     assert found["pixel_values"].dtype == np.uint8
-    inputs = applied(prepared(models[family])).towers.kinds["image"].inputs
+    inputs = record_of(prepared(models[family])).towers.kinds["image"].inputs
     tower = inputs.make(found, torch.zeros(1, 4, dtype=torch.long), processor.pixel_table)["tower"]
     assert np.array_equal(normalized(tower)["pixel_values"].numpy(), expected["pixel_values"])
 

@@ -275,7 +275,7 @@ def test_text_training_of_a_multimodal_model_freezes_the_rest(tmp_path, lora, mo
     )
     prepared = prepare_model(recipe, device=CPU)
     model = prepared.model
-    prepared.start.init_fn(model, CPU, CPU)
+    prepared.weights.init_fn(model, CPU, CPU)
     expected = transformers.Gemma3ForConditionalGeneration.from_pretrained(base)(IDS).logits
     torch.testing.assert_close(model(input_ids=IDS).logits, expected, rtol=1e-5, atol=1e-5)
     model(input_ids=IDS).logits.square().sum().backward()
@@ -339,7 +339,7 @@ def test_longrope_matches_transformers_on_both_sides_of_its_limit(tmp_path, pack
         strategy=schema.Strategy(kind="ddp", mixed_precision=None),
     )
     prepared = prepare_model(recipe, device=CPU)
-    prepared.start.init_fn(prepared.model, CPU, CPU)
+    prepared.weights.init_fn(prepared.model, CPU, CPU)
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     found, outputs = prepared.model.eval(), []
     for length in (12, 40, 16):

@@ -21,14 +21,14 @@ from transformers import (
 
 from launcher.data.batching import NO_SAMPLE, SampleOrder, TokenBatchSampler
 from launcher.data.opening import make_order, open_dataset
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.errors import RecipeError
-from launcher.models.applied import applied
 from launcher.models.build import build_model
 from launcher.models.description import embeddings
 from launcher.models.head import Head, logits_transform
 from launcher.models.load import starting_weights
 from launcher.models.micro_batch import IGNORED
+from launcher.models.record import record_of
 from launcher.objectives.loss import summed_loss
 from launcher.objectives.masked import Masked, masking_vocabulary
 from launcher.objectives.target_loss import load_target_loss
@@ -76,7 +76,7 @@ def masked(tmp_path):
     file = write(tmp_path / "rows.jsonl", rows)
     tokenizer, cache = save_tokenizer(tmp_path / "tokenizer"), str(tmp_path / "cache")
     data = Data(packing=False, sequence_length=64, tokenizer=tokenizer, cache=cache)
-    options = {"tokenizer": tokenizer, "model": ModelInputs(vocabulary=100), "build": True}
+    options = {"tokenizer": tokenizer, "model": ModelTraits(vocabulary=100), "build": True}
     opened = open_dataset(data, (str(file),), objective=Masked(), **options)
     assert isinstance(opened.objective, Masked)
     return opened
@@ -177,7 +177,7 @@ def test_losses_are_those_of_transformers(config, chunked, masked):
     starting_weights(section, model, seed=0)[0](model, torch.device("cpu"), torch.device("cpu"))
     reference = copy.deepcopy(model.eval())
     if chunked:
-        applied(model).head = Head(embeddings(model)[1], transform)
+        record_of(model).head = Head(embeddings(model)[1], transform)
     collated = masked.collate([masked[index] for index in (0, 3, 8, NO_SAMPLE)])
     micro_batch = collated.micro_batch
     assert collated.loss_tokens == int((micro_batch.targets != IGNORED).sum()) > 3

@@ -10,13 +10,13 @@ import transformers
 from launcher.checkpoint import verify
 from launcher.diagnostics.selftest import shrunk
 from launcher.errors import RecipeError
-from launcher.models.applied import applied
 from launcher.models.description import parts_without_text
 from launcher.models.documents import documents_at
 from launcher.models.flops import token_flops
 from launcher.models.head import computes_loss
 from launcher.models.micro_batch import MicroBatch
 from launcher.models.predictions import cross_entropies
+from launcher.models.record import record_of
 from launcher.planner.estimate import estimate_memory
 from launcher.planner.profile import profile_of_shapes
 from launcher.planner.trace import trace_step
@@ -53,9 +53,9 @@ def packed(ids, prepared):
             start += size
     positions = [torch.cat([torch.arange(size) for size in sizes]) for sizes in DOCUMENTS]
     inputs: dict[str, Any] = {"input_ids": ids, "position_ids": torch.stack(positions)}
-    if applied(prepared.model).recurrent:
+    if record_of(prepared.model).recurrent:
         inputs["documents"] = documents_at(inputs["position_ids"].numpy())
-    if applied(prepared.model).masking == "varlen":
+    if record_of(prepared.model).masking == "varlen":
         bounds = torch.tensor([0, 5, 14, 16, 32], dtype=torch.int32)
         inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         inputs |= {"max_length_q": 16, "max_length_k": 16}
@@ -84,10 +84,10 @@ def test_losses_and_gradients_of_text_are_those_of_transformers(tmp_path, kind, 
     section = schema.Model(path=str(tmp_path), attention=attention)
     prepared = prepare_model(recipe_of(section), device=CPU)
     own = prepared.model
-    prepared.start.init_fn(own, CPU, CPU)
+    prepared.weights.init_fn(own, CPU, CPU)
     assert type(own) is type(model)
     assert computes_loss(prepared.model)
-    assert applied(prepared.model).masking == ("varlen" if attention == "auto" else "mask")
+    assert record_of(prepared.model).masking == ("varlen" if attention == "auto" else "mask")
     found = cross_entropies(own, packed(ids, prepared), "sum").value
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     found.backward()
@@ -171,7 +171,7 @@ def test_routers_that_are_derived_from_linear_layers_get_no_adapters(targets, me
     what = "note: layers that compute more than a linear layer get no adapters"
     assert f"{what}: 2 such as {router}, a Llama4Router" in messages()
     assert not any("router" in name and ".lora_" in name for name, _ in model.named_parameters())
-    prepared.start.init_fn(model, CPU, CPU)
+    prepared.weights.init_fn(model, CPU, CPU)
     ids = torch.randint(3, 60, (2, 16))
     cross_entropies(model, packed(ids, prepared), "sum").value.backward()
     trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
@@ -217,4 +217,4 @@ def test_a_selftest_shrinks_the_text_model(tmp_path, kind):
         prepared = prepare_model(recipe_of(small), device=CPU)
         assert len(prepared.description.blocks) == 2
         assert prepared.model.config.text_config.hidden_size == 64
-        assert applied(prepared.model).masking == "varlen"
+        assert record_of(prepared.model).masking == "varlen"

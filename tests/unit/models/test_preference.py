@@ -23,10 +23,10 @@ from launcher.data.packing import separate_pairs
 from launcher.data.token_store import TokenStore
 from launcher.errors import RecipeError
 from launcher.models import head as head_module
-from launcher.models.applied import applied
 from launcher.models.attention import isolate_documents
 from launcher.models.head import Head, Transform
 from launcher.models.micro_batch import IGNORED
+from launcher.models.record import record_of
 from launcher.objectives import preference
 from launcher.objectives.answers import answer_log_probabilities, check_model
 from launcher.objectives.kto import Kto
@@ -87,7 +87,7 @@ def prepared(shift, *, chunked=True):
         compute_dtype=torch.float32,
     )
     if chunked:
-        applied(model).head = Head(model.lm_head, Transform())
+        record_of(model).head = Head(model.lm_head, Transform())
     return model
 
 

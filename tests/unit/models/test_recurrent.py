@@ -18,11 +18,11 @@ from launcher.data.collation import collate_sequences, make_sample
 from launcher.data.packing import separate_pairs
 from launcher.errors import RecipeError
 from launcher.models import recurrent
-from launcher.models.applied import applied
 from launcher.models.attention import check_isolation, isolate_documents
 from launcher.models.description import describe
 from launcher.models.documents import DocumentsOfCall, documents_at
 from launcher.models.initialization import materialize
+from launcher.models.record import record_of
 from launcher.models.recurrent import (
     recurrent_layers,
     separate_documents,
@@ -61,8 +61,8 @@ def losses(logits, targets):
 
 def packable(model):
     """The masking of the model, which is changed as `change_forward` does it."""
-    applied(model).documents = separate_documents(model, CPU)
-    assert applied(model).recurrent
+    record_of(model).documents = separate_documents(model, CPU)
+    assert record_of(model).recurrent
     options = {"sequence_length": 90, "device": CPU, "compute_dtype": torch.float32}
     return isolate_documents(model, **options)
 
@@ -72,7 +72,7 @@ def checkpoint(model, mode="full"):
         model,
         describe(model).blocks,
         ActivationCheckpointing(mode=mode),
-        recomputation=applied(model).documents.recomputation,
+        recomputation=record_of(model).documents.recomputation,
     )
 
 
@@ -161,7 +161,7 @@ def test_calls_in_flight_have_documents_of_their_own(mode):
         loss.backward()
     for expected, parameter in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-5)
-    assert applied(other).documents.documents is None, "nothing stays on the model"
+    assert record_of(other).documents.documents is None, "nothing stays on the model"
 
 
 def test_without_separation_documents_mix():

@@ -8,7 +8,7 @@ import torch
 from launcher.cli.main import main
 from launcher.data.batching import NO_SAMPLE
 from launcher.data.opening import open_dataset
-from launcher.data.token_store import ModelInputs
+from launcher.data.token_store import ModelTraits
 from launcher.errors import RecipeError
 from launcher.models import head as head_module
 from launcher.objectives.target_loss import load_target_loss
@@ -74,7 +74,7 @@ def test_the_cross_entropy_written_by_a_user_is_the_launchers(
         torch.manual_seed(1)
         model = prepared.model.to_empty(device="cpu")
         model.apply(model._init_weights)
-        options = {"tokenizer": None, "model": ModelInputs(), "build": True}
+        options = {"tokenizer": None, "model": ModelTraits(), "build": True}
         options["objective"] = objective = prepared.objective
         data = open_dataset(recipe.data, recipe.data.train, **options)
         made = data.collate([data[0], data[len(data) - 1], data[NO_SAMPLE]])

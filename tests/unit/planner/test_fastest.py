@@ -9,10 +9,12 @@ import pytest
 from launcher.cli import plan as command
 from launcher.errors import RecipeError, TrainingError
 from launcher.planner import fastest
+from launcher.planner.choice import choose_configuration, profiled
+from launcher.planner.decisions import resolve_for_plan
+from launcher.planner.facts import Facts
 from launcher.planner.formatting import measured_text
 from launcher.planner.measurement import median_step
 from launcher.recipe.schema import ActivationCheckpointing, Batch, MixedPrecision, Strategy
-from launcher.run import auto as detect
 from tests.unit.planner.example_plans import (
     AUTO_RECIPE,
     GIB,
@@ -94,14 +96,15 @@ def test_nothing_is_stored_if_all_fail(trials, auto_recipe):
 def test_auto_uses_the_fastest_measured_configuration(trials, auto_recipe):
     found, _ = trials(3.0, 2.0, 4.0)
     json.dumps(found)
-    chosen, overrides, why = fastest.measured_choice(auto_recipe, machine())
+    chosen, why = fastest.measured_choice(auto_recipe, machine())
     assert (chosen.strategy.kind, chosen.batch.micro_batch_size) == ("ddp", 8)
-    assert overrides == ("batch.micro_batch_size=8", "strategy.kind=ddp")
     assert "The fastest measured, on " in why
     assert f"131,072 tokens/s ({found['file']})" in why
-    assert detect.choose(auto_recipe, machine()) == (chosen, overrides, why)
     note = f"auto stands for batch.micro_batch_size=8 strategy.kind=ddp: {why}"
-    assert command._choose(auto_recipe, machine()) == (chosen, overrides, note)
+    overrides = ["batch.micro_batch_size=8", "strategy.kind=ddp"]
+    facts = Facts(ranks=machine().ranks, machine=machine(), profiles=profiled(machine()))
+    assert choose_configuration(auto_recipe, facts) == (chosen, why)
+    assert resolve_for_plan(auto_recipe, facts, logits=False) == (chosen, overrides, [note])
 
 
 @pytest.mark.parametrize(

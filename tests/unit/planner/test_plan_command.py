@@ -14,9 +14,12 @@ from launcher.cli import main
 from launcher.cli import plan as command
 from launcher.cli.app import read_size
 from launcher.distributed.hardware import find_gpu
+from launcher.planner import choice, measurement, plan, search
 from launcher.planner import machine as machines
-from launcher.planner import measurement, plan, search
 from launcher.planner.candidates import overrides_between
+from launcher.planner.choice import profiled
+from launcher.planner.decisions import resolve_for_plan
+from launcher.planner.facts import Facts
 from launcher.planner.formatting import (
     NAMES,
     as_text,
@@ -27,7 +30,6 @@ from launcher.planner.formatting import (
 from launcher.planner.memory import COMPONENTS, compare
 from launcher.planner.plan_as_json import as_json
 from launcher.recipe.load import load_recipe
-from launcher.run import auto as detect
 from tests import REPOSITORY
 from tests.unit.planner.example_plans import (
     AUTO_RECIPE,
@@ -416,16 +418,25 @@ def test_verify_measures_and_compares(fake_planner, monkeypatch, capsys):
     assert verified["compared"][-1]["what"] == "peak"
 
 
+def resolved(recipe):
+    """Without `model.keep_logits`."""
+    facts = Facts(ranks=machine().ranks, machine=machine(), profiles=profiled(machine()))
+    return resolve_for_plan(recipe, facts, logits=False)
+
+
 def test_plan_resolves_auto_like_a_run(monkeypatch):
     chosen = example_search().configurations[1]
-    monkeypatch.setattr(detect, "fastest_that_fits", lambda *_, **__: chosen)
-    recipe, overrides, note = command._choose(AUTO_RECIPE, machine())
-    assert (recipe, overrides) == (chosen.recipe, chosen.overrides)
-    changes = "batch.micro_batch_size=8 activation_checkpointing={mode: selective}"
+    chosen = dataclasses.replace(chosen, recipe=search.concrete(chosen.recipe, machine()))
+    monkeypatch.setattr(choice, "fastest_that_fits", lambda *_, **__: chosen)
+    recipe, overrides, (note,) = resolved(AUTO_RECIPE)
+    assert recipe == chosen.recipe
+    assert overrides == [*overrides_between(AUTO_RECIPE, recipe)]
+    assert "batch.micro_batch_size=8" in overrides
+    changes = " ".join(overrides)
     assert note.startswith(f"auto stands for {changes}: fsdp (ZeRO-3), bf16, selective ")
     assert "The fastest that fits: by plan " in note
-    monkeypatch.setattr(detect, "fastest_that_fits", lambda *_, **__: None)
-    recipe, overrides, note = command._choose(AUTO_RECIPE, machine())
+    monkeypatch.setattr(choice, "fastest_that_fits", lambda *_, **__: None)
+    recipe, overrides, (note,) = resolved(AUTO_RECIPE)
     assert (recipe.strategy.kind, recipe.batch.micro_batch_size) == ("fsdp", 1)
     collectives = (
         "strategy.reshard_after_forward=true strategy.sync_every_micro_batch=true: nothing fits"
@@ -437,9 +448,9 @@ def test_plan_resolves_auto_like_a_run(monkeypatch):
 def test_plan_makes_the_choice_of_collectives_that_a_run_makes():
     words = ["recipe=quickstart", "batch.micro_batch_size=2"]
     written = load_recipe([*words, "strategy.kind=fsdp"], ranks=8, files=False).recipe
-    recipe, overrides, note = command._choose(written, machine())
-    assert overrides == ("strategy.reshard_after_forward=false",)
-    assert overrides_between(written, recipe) == overrides
+    recipe, overrides, (note,) = resolved(written)
+    assert overrides == ["strategy.reshard_after_forward=false"]
+    assert overrides_between(written, recipe) == tuple(overrides)
     assert note.startswith("auto stands for strategy.reshard_after_forward=false: by estimate 15%")
     ddp = load_recipe(words, ranks=8, files=False).recipe
-    assert command._choose(ddp, machine()) is None
+    assert resolved(ddp) == (ddp, [], [])

@@ -16,6 +16,7 @@ from launcher.checkpoint.resume import check_recipe, recipe_of_state, recipe_to_
 from launcher.cli.main import run
 from launcher.errors import RecipeError
 from launcher.recipe import schema
+from launcher.recipe.decisions import Derived
 from launcher.recipe.decode import decode, dotted, subsection
 from launcher.recipe.functions import call_function
 from launcher.recipe.load import (
@@ -43,6 +44,7 @@ from launcher.recipe.schema import (
     Source,
     Wandb,
 )
+from launcher.recipe.yaml_text import as_override, parse_yaml
 from tests import REPOSITORY
 from tests.unit.small_recipe import SMALL
 
@@ -198,12 +200,22 @@ def test_an_argument_replaces_the_alternative_in_the_file(folder):
         for key, value in expected.items():
             assert operator.attrgetter(key)(loaded.recipe) == value
         again = [
-            f"{dotted(path)}={why.partition(',')[0]}"
-            for path, why in loaded.origins.derived.items()
+            as_override(dotted(path), derived.value)
+            for path, derived in loaded.origins.derived.items()
         ]
         assert load(*words, *again) == loaded.recipe  # as `launcher train` starts the ranks
-    why = {dotted(path): why for path, why in loaded.origins.derived.items()}
-    assert why["batch.micro_batch_size"] == "null, because batch.micro_batch_tokens is given"
+    derived = loaded.origins.derived["batch", "micro_batch_size"]
+    assert str(derived) == "null, because batch.micro_batch_tokens is given"
+
+
+@pytest.mark.parametrize(
+    "value", [None, False, 3, 1e-05, "a, b", "null", "40GiB", "x: y", ["a, b", "c"], {"a": "1, 2"}]
+)
+def test_a_derived_value_reaches_the_ranks_as_it_is(value):
+    """Also one with a comma, at which its text was cut."""
+    key, _, text = as_override("data.kind", value).partition("=")
+    assert (key, parse_yaml(text)[0]) == ("data.kind", value)
+    assert str(Derived(value, "because, of")).endswith(", because, of")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from launcher.console import bytes_as_text
 from launcher.distributed import host_memory
 from launcher.distributed.environment import Environment
 from launcher.errors import TrainingError
+from launcher.models.micro_batch import MicroBatch
 from launcher.recipe.schema import Batch
 from launcher.reliability.causes import ran_out_of_memory
 from launcher.reliability.failures import FailureWatch
@@ -126,9 +127,9 @@ def examine_failure(
     post_mortem.resolved(recipe, on or machine())
     model, optimizer = trained()
     post_mortem.built(model, optimizer)
-    micro_batch = {"input_ids": torch.ones(4, 8)}
+    micro_batch = MicroBatch(inputs={"input_ids": torch.ones(4, 8)})
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        model(micro_batch["input_ids"])
+        model(micro_batch.inputs["input_ids"])
     return post_mortem.examine(caught.value, step=2, phase=phase, micro_batch=2)
 
 

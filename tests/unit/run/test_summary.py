@@ -16,7 +16,7 @@ def batch_lines(*, steps=10, passes=(), schedule=None, packing=True, **sizes):
         sampler=SimpleNamespace(micro_batches=lambda step: 4),
         steps=steps,
         start=Position(),
-        order=SimpleNamespace(passes=lambda samples: list(passes), samples=0),
+        order=SimpleNamespace(epochs_seen=lambda samples: list(passes), samples=0),
         validation=None,
     )
     recipe = SimpleNamespace(

@@ -11,6 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
+from launcher.libraries.private import fake_store
+from launcher.models.initialization import random_weights
+from launcher.models.shards import local_part
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
 from launcher.strategies import activation_checkpointing, fsdp
@@ -18,6 +21,7 @@ from launcher.strategies.activation_checkpointing import checkpoint_blocks, is_c
 from launcher.strategies.activation_offload import ActivationOffload
 from launcher.strategies.base import joint_norm
 from launcher.strategies.ddp import Ddp
+from launcher.strategies.wrap import Parts, wrap
 from launcher.training.model import prepare_model
 
 
@@ -197,6 +201,32 @@ def test_fsdp_names_scalars_before_the_first_step():
     message = "strategy.kind: fsdp cannot shard parameters without dimensions: scale; give each "
     with pytest.raises(RecipeError, match=message):
         prepare_model(recipe, device=torch.device("cpu"))
+
+
+def test_fsdp_keeps_the_storage_of_the_roots_weights():
+    """Checkpoints and averages refer to the weights before the first forward pass. The rows of the
+    table, which is no unit, are padded on rank 1."""
+    dist.init_process_group("fake", store=fake_store(), rank=1, world_size=2)
+    try:
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4))
+        wrapped = wrap(
+            model,
+            Parts({"1": model[1]}),
+            strategy=schema.Strategy(kind="fsdp", mixed_precision=None),
+            checkpointing=None,
+            ranks=RankLayout(rank=1, size=2, group=dist.group.WORLD, device=torch.device("cpu")),
+            init_fn=lambda model, *devices: random_weights(model, *devices, seed=3),
+        )
+        before = [local_part(parameter.detach()) for parameter in model.parameters()]
+        values = [part.clone() for part in before]
+        wrapped.call(lambda model: model(torch.zeros(1, dtype=torch.int64)))
+        wrapped.reshard()
+        for parameter, part, value in zip(model.parameters(), before, values, strict=True):
+            assert local_part(parameter).data_ptr() == part.data_ptr()
+            assert torch.equal(part, value)
+    finally:
+        dist.destroy_process_group()
 
 
 # Activation offload. The copies stay in host memory and are recorded.

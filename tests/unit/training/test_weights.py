@@ -16,14 +16,14 @@ from launcher.data.encoder import make_encoder
 from launcher.data.loader import StepStatistics, StepTotals
 from launcher.data.opening import open_dataset
 from launcher.data.streaming import StreamingDataset
-from launcher.data.token_store import ModelInputs, open_store
+from launcher.data.token_store import ModelTraits, open_store
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models import head as head_module
-from launcher.models.applied import applied
 from launcher.models.head import Head, Transform
 from launcher.models.micro_batch import IGNORED, MicroBatch, RowPart
+from launcher.models.record import record_of
 from launcher.objectives.base import dataset_objective
 from launcher.objectives.loss import summed_loss
 from launcher.objectives.next_token import NextToken
@@ -53,7 +53,7 @@ def data_of(tmp_path, **more):
 def opened(tmp_path, rows=ROWS, **more):
     file = write(tmp_path / "rows.jsonl", rows)
     data = data_of(tmp_path, train=(str(file),), **({"sequence_length": 8} | more))
-    options = {"tokenizer": None, "model": ModelInputs(), "build": True}
+    options = {"tokenizer": None, "model": ModelTraits(), "build": True}
     return open_dataset(data, data.train, objective=NextToken(), **options)
 
 
@@ -97,7 +97,7 @@ def test_a_stream_has_the_same_weights(tmp_path):
         sampler=sampler,
         data=data,
         seed=0,
-        model=ModelInputs(),
+        model=ModelTraits(),
         skipped_rows=None,
     )
     (collated,) = stream
@@ -182,7 +182,7 @@ def small_model(*, chunked):
     config = AutoConfig.for_model("llama", num_attention_heads=2, num_key_value_heads=1, **sizes)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     if chunked:
-        applied(model).head = Head(model.lm_head, Transform())
+        record_of(model).head = Head(model.lm_head, Transform())
     return model
 
 

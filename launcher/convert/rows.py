@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.recipe.moving.conversion import Conversion
+from launcher.convert.conversion import Conversion
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Chooses the sizes of a run that are `auto` from the rows of its data.
+"""Chooses the sizes of a run that are `auto`, from the rows of its data.
 
 docs/small_data.md has the experiments behind the numbers.
 """
@@ -10,34 +10,28 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from launcher.checkpoint.resume import Start, recorded_recipe
-from launcher.console import seconds_as_text
 from launcher.data.attachment_inputs import attachments_of
 from launcher.data.encoder import make_encoder
-from launcher.data.held_out import held_out
 from launcher.data.packing import text_lengths
-from launcher.data.store_files import Hashes
-from launcher.data.token_store import ModelInputs, TokenStore, open_store, store_rows
+from launcher.data.token_store import ModelTraits, TokenStore, open_store, store_rows
 from launcher.data.tokenizer import tokenizer_name
-from launcher.distributed.process_group import from_rank_0
-from launcher.distributed.rank_layout import RankLayout, layout_sizes
+from launcher.distributed.rank_layout import layout_sizes
 from launcher.errors import RecipeError, first_line
-from launcher.files import replace_text
 from launcher.models.build import make_config
+from launcher.planner.facts import Facts, Rows
+from launcher.planner.speed import time_text
 from launcher.recipe import schema
-from launcher.recipe.combinations import value_of
+from launcher.recipe.decisions import Choices, Derived, open_sizes, stands_for, with_value
 from launcher.recipe.layouts import KINDS
-from launcher.recipe.load import to_yaml
 from launcher.recipe.model_config import of_text
 from launcher.recipe.schema import Recipe
-from launcher.recipe.validate import open_sizes, with_recorded, with_value
-from launcher.reliability.run_directory import RunFolder
+from launcher.recipe.yaml_text import as_override
 from launcher.sources.finding import find_parts
 from launcher.sources.hub import config_file
 
@@ -74,49 +68,10 @@ RATES = {"full": (5.0e-6, 1.0e-4), "adapters": (1.0e-4, 5.0e-4)}
 """The smallest and the largest of these rates."""
 WHOLE_ANSWERS = 0.1
 """Learning rate of objectives that compare whole answers / that of objectives that learn tokens."""
-_NOT_NEEDED = "by the model alone"
-"""In place of the rows, where no choice depends on them."""
-
-
 COUNTED_BYTES = 64 << 20
 """A command that does not train looks at the first rows of larger files only."""
 LOOKED_AT = 2000
 """These first rows."""
-
-Choice = tuple[str, str]
-"""An override, and the reason for its value."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of the training data: documents, pairs or answers."""
-
-    lengths: Any
-    """Tokens of each row, (rows,); of a pair, those of its longer answer with the prompt."""
-    hashes: Hashes | None = None
-    """Hashes of the rows, which decide the rows that are held out; None: not known."""
-    scale: float = 1.0
-    """Rows of the data / rows that were counted; more than 1 is an estimate."""
-
-    @property
-    def count(self) -> int:
-        """Rows of the data."""
-        return round(len(self.lengths) * self.scale)
-
-    def trained(self, share: float, longest: int | None) -> int:
-        """Rows that are trained, if this share is held out, and longer ones are dropped."""
-        fits = np.ones(len(self.lengths), dtype=bool)
-        if longest is not None:
-            fits = self.lengths <= longest
-        if not share or self.hashes is None:
-            return max(1, round(int(fits.sum()) * self.scale * (1 - share)))
-        return max(1, int((fits & ~held_out(self.hashes, share)).sum()))
-
-    def text(self) -> str:
-        """`60 rows of 57 tokens on average`."""
-        about = "" if self.scale == 1.0 else "about "
-        mean = float(self.lengths.mean())
-        return f"{about}{self.count:,} rows of {mean:,.0f} tokens on average"
 
 
 def why_not_counted(recipe: Recipe) -> str | None:
@@ -126,18 +81,18 @@ def why_not_counted(recipe: Recipe) -> str | None:
     return "the data is streamed" if recipe.data.streaming else None
 
 
-def model_inputs(recipe: Recipe) -> ModelInputs:
+def traits_from_recipe(recipe: Recipe) -> ModelTraits:
     """The model's vocabulary, number of classes and processor of attachments, as far as the recipe sets
     them."""
     vocabulary: Any = of_text(recipe.model.config or {})[1].get("vocab_size")
-    return ModelInputs(
+    return ModelTraits(
         vocabulary=vocabulary,
         classes=recipe.model.num_labels,
         attachments=attachments_of(recipe.attachments, recipe.model),
     )
 
 
-def _stores(recipe: Recipe, *, build: bool) -> Iterator[tuple[schema.Data, TokenStore]]:
+def open_stores(recipe: Recipe, *, build: bool) -> Iterator[tuple[schema.Data, TokenStore]]:
     """Each source of the training data, tokenized into the cache. build: see `open_store`. Raises
     RecipeError if a row cannot be used."""
     for data in recipe.data.sources().values():
@@ -148,15 +103,15 @@ def _stores(recipe: Recipe, *, build: bool) -> Iterator[tuple[schema.Data, Token
                 data.train,
                 data,
                 tokenizer=tokenizer_name(recipe.data, recipe.model),
-                model=model_inputs(recipe),
+                model=traits_from_recipe(recipe),
                 build=build,
             ),
         )
 
 
 def count_rows(recipe: Recipe, *, build: bool = True) -> Rows:
-    """Counts the rows of the training data. build, raises: see `_stores`."""
-    stores = [*_stores(recipe, build=build)]
+    """Counts the rows of the training data. build, raises: see `open_stores`."""
+    stores = [*open_stores(recipe, build=build)]
     lengths = np.concatenate([text_lengths(store, _texts(data)) for data, store in stores])
     hashes = [store.hashes for _, store in stores if store.hashes is not None]
     known = len(hashes) == len(stores) and len(lengths) > 1
@@ -190,7 +145,7 @@ def rows_here(recipe: Recipe) -> Rows | str:
                 data.kind,
                 data,
                 tokenizer=tokenizer_name(recipe.data, recipe.model),
-                modalities=model_inputs(recipe).attachments.modalities,
+                modalities=traits_from_recipe(recipe).attachments.modalities,
             )
             rows = list(itertools.islice(encoder.encode_rows(encoder.read(parts)), LOOKED_AT))
             read += sum(encoded.row.size for encoded in rows)
@@ -206,84 +161,28 @@ def _texts(data: schema.Data) -> int:
     return 2 if data.batch_unit == "pairs" else 1
 
 
-def resolve_sizes(
-    recipe: Recipe, *, start: Start, ranks: RankLayout, run: RunFolder, build: bool
-) -> Recipe:
-    """The recipe with rank 0's choice in place of each size that is `auto`; every rank must call
-    this. A resumed run keeps the sizes of its checkpoint. Writes the recipe to RUN_DIR/recipe.yaml.
-
-    build: tokenize what is not cached (one process of a node). Raises RecipeError.
-    """
-    if not open_sizes(recipe):
-        return recipe
-    earlier = from_rank_0(recorded_recipe(run, start) if ranks.rank == 0 else {}, ranks.group)
-    if earlier:
-        resumed = with_recorded(recipe, earlier)
-        if ranks.rank == 0:  # the start wrote `auto`
-            _write(resumed, run)
-        return resumed
-    why, answer = why_not_counted(recipe), None
-    if open_sizes(recipe) == [
-        "optimizer.learning_rate"
-    ]:  # then a thousand ranks need not count rows
-        why = _NOT_NEEDED
-    if ranks.rank == 0:
-        rows = why or count_rows(recipe, build=build)
-        answer = _answer(recipe, rows, ranks=ranks.size, run=run)
-    elif why is None:  # wait until the rows are tokenized, which may take longer than a collective
-        for _ in _stores(recipe, build=build):
-            pass
-    chosen = from_rank_0(answer, ranks.group)
-    if isinstance(chosen, RecipeError):
-        raise chosen
-    assert chosen is not None
-    # This rank's own folders, caches and loader processes, with rank 0's sizes
-    for key in open_sizes(recipe):
-        recipe = with_value(recipe, key, value_of(chosen, key))
-    return recipe
-
-
-def _answer(
-    recipe: Recipe, rows: Rows | str, *, ranks: int, run: RunFolder
-) -> Recipe | RecipeError:
-    """The recipe with the sizes that are chosen, which is written and logged; or why none can be."""
-    try:
-        chosen, choices = choose_sizes(recipe, rows, ranks=ranks)
-    except RecipeError as error:
-        return error
-    _write(chosen, run)
-    logger.info(choices_text(rows, choices))
-    return chosen
-
-
-def _write(recipe: Recipe, run: RunFolder) -> None:
-    run.check()
-    replace_text(run.path / "recipe.yaml", to_yaml(recipe), durable=True)
-
-
-def choose_sizes(recipe: Recipe, rows: Rows | str, *, ranks: int) -> tuple[Recipe, list[Choice]]:
-    """Replaces each size that is `auto`. rows: a text: they are not known, and why; then each size is
-    what `auto` stands for.
-
-    Raises RecipeError if there are fewer rows than ranks.
-    """
-    choices = []
-    for key, value, why in _choices(recipe, rows, ranks=ranks):
+def choose_sizes(recipe: Recipe, facts: Facts) -> tuple[Recipe, Choices]:
+    """Replaces each size that is `auto`: if the rows are not known, by what `auto` stands for. Raises
+    RecipeError if there are fewer rows than ranks."""
+    assert facts.rows is not None
+    choices = {}
+    for key, value, why in _choices(recipe, facts.rows, ranks=facts.ranks):
         recipe = with_value(recipe, key, value)
-        shown = "null" if value is None else str(value).lower()
-        choices.append((f"{key}={shown}", why))
+        choices[key] = Derived(value, why)
     if "data.packing" in open_sizes(recipe):  # rows are packed, as usual
         recipe = with_value(recipe, "data.packing", True)
     return recipe, choices
 
 
-def choices_text(rows: Rows | str, choices: list[Choice]) -> str:
-    """The choices in lines below each other."""
+def sizes_text(rows: Rows | str | None, chosen: Iterable[Choices]) -> str:
+    """The choices in lines below each other. rows: None: no choice depends on them."""
+    choices = {key: choice for choices in chosen for key, choice in choices.items()}
     heading = f"for {rows.text()}" if isinstance(rows, Rows) else f"the usual sizes: {rows}"
-    if rows == _NOT_NEEDED:
-        heading = _NOT_NEEDED
-    width = max(len(override) for override, _ in choices)
-    lines = (f"\n      {override:<{width}}  {why}".rstrip() for override, why in choices)
+    if rows is None:
+        heading = "by the model alone"
+    overrides = {as_override(key, choice.value): choice.reason for key, choice in choices.items()}
+    width = max(map(len, overrides))
+    lines = (f"\n      {override:<{width}}  {why}".rstrip() for override, why in overrides.items())
     return f"auto: {heading}{''.join(lines)}"
 
 
@@ -309,12 +208,6 @@ class Length:
         if seconds is None:
             return text
         return f"{text}, {time_text(self.steps * seconds, device)}"
-
-
-def time_text(seconds: float, device: str) -> str:
-    """`48 s to 1 min 36 s by plan`. On CPUs a run of small steps takes up to 1.6 times as long."""
-    low, high = (seconds * share for share in ((0.8, 1.6) if device == "cpu" else (0.8, 1.25)))
-    return f"{seconds_as_text(max(1.0, low))} to {seconds_as_text(max(2.0, high))} by plan"
 
 
 def check_repeats(recipe: Recipe, samples: int) -> None:
@@ -359,13 +252,10 @@ def _choices(recipe: Recipe, rows: Rows | str, *, ranks: int) -> Iterator[tuple[
     """Key, value and reason of each choice."""
     auto = set(open_sizes(recipe))
     groups = layout_sizes(recipe.strategy, ranks=ranks).data_parallel_size
-    if "optimizer.learning_rate" in auto:
-        yield ("optimizer.learning_rate", *_learning_rate(recipe))
     if isinstance(rows, str):
         for key in open_sizes(recipe):
-            if key not in ("optimizer.learning_rate", "data.packing"):
-                value = value_of(recipe, key)
-                value = int(value) if isinstance(value, int) else float(value)
+            if key != "data.packing":
+                value: Any = stands_for(recipe, key)
                 if key == "data.sequence_length":
                     value = min(value, _positions(recipe) or value)
                 elif key == "batch.global_batch_size":
@@ -491,6 +381,13 @@ def _batch(wanted: int, samples: int, train: int, groups: int, *, unit: str) -> 
     steps = math.ceil(samples / size)
     each = "" if unit != "sequences" else f", about {round(size * train / samples)} rows"
     return size, f"{samples:,} {unit}, so an epoch has about {steps:,} steps{each}"
+
+
+def choose_rate(recipe: Recipe, facts: Facts) -> tuple[Recipe, Choices]:
+    """Replaces `optimizer.learning_rate: auto`, by the width of the model."""
+    rate, why = _learning_rate(recipe)
+    key = "optimizer.learning_rate"
+    return with_value(recipe, key, rate), {key: Derived(rate, why)}
 
 
 def _learning_rate(recipe: Recipe) -> tuple[float, str]:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from launcher.convert import parts, rows
+from launcher.convert.conversion import Conversion, is_off
+from launcher.convert.rows import DataSet
 from launcher.errors import RecipeError
 from launcher.recipe.layouts import TOKEN_KINDS, guess
-from launcher.recipe.moving import parts, rows
-from launcher.recipe.moving.conversion import Conversion, is_off
-from launcher.recipe.moving.rows import DataSet
 from launcher.sources.finding import first_row
 from launcher.sources.hub import is_hub_id
 

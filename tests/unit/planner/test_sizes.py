@@ -8,19 +8,21 @@ import numpy as np
 import pytest
 
 from launcher.errors import RecipeError
-from launcher.recipe.load import load_recipe
-from launcher.recipe.section import AutoFloat
-from launcher.recipe.validate import open_sizes, with_recorded
-from launcher.recipe.yaml_text import to_yaml
-from launcher.run.sizes import (
-    Rows,
+from launcher.planner.decisions import needing, resolve
+from launcher.planner.facts import Facts, Rows
+from launcher.planner.sizes import (
     check_repeats,
-    choices_text,
+    choose_rate,
     choose_sizes,
-    resolve_sizes,
     rows_here,
     run_length,
+    sizes_text,
 )
+from launcher.recipe.decisions import open_sizes, with_recorded
+from launcher.recipe.load import load_recipe
+from launcher.recipe.section import AutoFloat
+from launcher.recipe.yaml_text import to_yaml
+from launcher.run.resolve import resolve_by_rows
 
 CONFIG = {
     "model_type": "llama",
@@ -58,7 +60,7 @@ def rows_of(count, mean=60, longest=None):
 
 def chosen(rows, *overrides, ranks=1):
     recipe = loaded(*overrides, ranks=ranks)
-    return choose_sizes(recipe.recipe, rows, ranks=ranks)[0]
+    return resolve(recipe.recipe, Facts(ranks=ranks, rows=rows), needing("recipe", "rows"))[0]
 
 
 def summary(recipe):
@@ -175,9 +177,10 @@ def test_without_rows_the_usual_sizes_count(here):
     recipe = loaded()
     assert open_sizes(recipe.recipe)
     assert to_yaml(recipe.recipe).count(": auto\n") >= 8
-    usual, choices = choose_sizes(recipe.recipe, "why", ranks=6)
+    facts = Facts(ranks=6, rows="why")
+    usual, choices = choose_sizes(choose_rate(recipe.recipe, facts)[0], facts)
     assert summary(usual) == (36, True, 2048, 0.02, 2)
-    assert choices_text("why", choices).startswith("auto: the usual sizes: why\n")
+    assert sizes_text("why", [choices]).startswith("auto: the usual sizes: why\n")
     assert "not here" in rows_here(recipe.recipe)  # there is no tokenizer
 
 
@@ -189,7 +192,7 @@ def test_large_files_are_estimated_from_their_first_rows(here, monkeypatch):
     (here / "chat.jsonl").write_text('{"text": "abcdef"}\n' * 5000)
     recipe = loaded("data.kind=text", "data.tokenizer=bytes", "data.cache=cache").recipe
     assert rows_here(recipe).count == 5000
-    monkeypatch.setattr("launcher.run.sizes.COUNTED_BYTES", 1000)
+    monkeypatch.setattr("launcher.planner.sizes.COUNTED_BYTES", 1000)
     estimated = rows_here(recipe)
     assert estimated.scale > 2
     assert estimated.count == pytest.approx(5000, rel=0.02)
@@ -257,10 +260,10 @@ def test_a_cpu_without_bfloat16_computes_in_float32(here, monkeypatch, flags, lo
 
 def test_a_rate_alone_needs_no_rows(folder, monkeypatch):
     recipe = load_recipe(["recipe=x.yaml", "lora.rank=8"], ranks=1, files=False).recipe
-    monkeypatch.setattr("launcher.run.sizes.count_rows", None)
-    monkeypatch.setattr("launcher.run.sizes.from_rank_0", lambda value, group: value)
-    monkeypatch.setattr("launcher.run.sizes.recorded_recipe", lambda run, start: {})
-    monkeypatch.setattr("launcher.run.sizes._write", lambda recipe, run: None)
+    monkeypatch.setattr("launcher.run.resolve.count_rows", None)
+    monkeypatch.setattr("launcher.run.resolve.from_rank_0", lambda value, group: value)
+    monkeypatch.setattr("launcher.run.resolve.recorded_recipe", lambda run, start: {})
+    monkeypatch.setattr("launcher.run.resolve._write", lambda recipe, ranks, run: None)
     ranks = SimpleNamespace(rank=0, size=1, group=None)
-    sized = resolve_sizes(recipe, start=None, ranks=ranks, run=None, build=True)
+    sized = resolve_by_rows(recipe, start=None, ranks=ranks, run=None, build=True)
     assert not open_sizes(sized)

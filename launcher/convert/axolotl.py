@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from launcher.recipe.moving import parts, rows
-from launcher.recipe.moving.conversion import Conversion, is_off
-from launcher.recipe.moving.rows import DataSet
+from launcher.convert import parts, rows
+from launcher.convert.conversion import Conversion, is_off
+from launcher.convert.rows import DataSet
 
 SIGNS = (
     *("base_model", "datasets", "pretraining_dataset", "micro_batch_size"),

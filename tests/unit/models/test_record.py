@@ -8,8 +8,8 @@ import re
 import torch
 from torch import nn
 
-from launcher.models.applied import Applied, applied
 from launcher.models.head import Head
+from launcher.models.record import ModelRecord, record_of
 from launcher.recipe.load import load_recipe
 from launcher.training.model import prepare_model
 from tests import REPOSITORY
@@ -17,18 +17,18 @@ from tests import REPOSITORY
 
 def test_a_copy_of_a_model_has_its_own_record():
     model = nn.Linear(2, 2)
-    applied(model).head = head = object()
+    record_of(model).head = head = object()
     copied = copy.deepcopy(model)
-    applied(copied).head = None
-    assert applied(model).head is head
+    record_of(copied).head = None
+    assert record_of(model).head is head
 
 
 def test_the_record_is_found_behind_another_forward_method():
     """As a trace replaces it: a forward method is no place to look for a change."""
     model = nn.Linear(2, 2)
-    applied(model).head = head = object()
+    record_of(model).head = head = object()
     model.forward = functools.partial(model.forward)
-    assert applied(model).head is head
+    assert record_of(model).head is head
 
 
 def test_no_change_finds_another_through_a_forward_method_or_a_class():
@@ -82,10 +82,10 @@ def prepared(*overrides):
 
 
 def test_the_record_has_what_a_recipe_asks_for():
-    plain = applied(prepared("model.chunked_loss=false"))
-    assert plain == Applied(masking=plain.masking)
+    plain = record_of(prepared("model.chunked_loss=false"))
+    assert plain == ModelRecord(masking=plain.masking)
     # FSDP needs torch 2.12 for NF4
     nf4 = ("lora={}", "lora.quantize=nf4", "model.compile=false", "strategy.kind=ddp")
-    record = applied(prepared(*nf4))
+    record = record_of(prepared(*nf4))
     assert (record.adapters, record.nf4, record.float8) == (True, True, False)
     assert isinstance(record.head, Head)

@@ -14,6 +14,8 @@ from launcher.checkpoint.resume import Fresh
 from launcher.console import bytes_as_text
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
+from launcher.planner import choice
+from launcher.planner.facts import Facts
 from launcher.planner.machine import known_machine
 from launcher.planner.memory import HostMemory
 from launcher.planner.plan import estimated_plan, make_plan
@@ -28,8 +30,7 @@ from launcher.recipe.schema import (
     Model,
     Strategy,
 )
-from launcher.recipe.validate import open_keys
-from launcher.run import auto as detect
+from launcher.run import resolve
 from tests.unit.planner.example_plans import (
     AUTO_RECIPE,
     GIB,
@@ -40,23 +41,34 @@ from tests.unit.planner.example_plans import (
     machine,
 )
 
+FAILED = {"event": "failed", "reason": "out_of_memory", "ranks": 8}
+FAILED |= choice.recorded_settings(RECIPE, machine())
+
+
+def searched(recipe, machine, *events, **more):
+    """The configuration that a search chooses, and why."""
+    facts = Facts(ranks=machine.ranks, machine=machine, events=events, **more)
+    return choice.choose_configuration(recipe, facts)
+
 
 def test_recipe_without_auto_is_unchanged():
-    assert detect.resolve_auto(RECIPE, machine(), start=Fresh(), ranks=None, run=None) is RECIPE
-    assert open_keys(RECIPE) == []
-    assert open_keys(AUTO_RECIPE) == ["strategy.kind", "batch.micro_batch_size"]
+    assert (
+        resolve.resolve_by_machine(RECIPE, machine(), start=Fresh(), ranks=None, run=None) is RECIPE
+    )
+    assert choice.open_keys(RECIPE) == []
+    assert choice.open_keys(AUTO_RECIPE) == ["strategy.kind", "batch.micro_batch_size"]
 
 
 def test_choose_takes_the_fastest_that_fits(monkeypatch):
-    limits, overrides = [], ("strategy.kind=fsdp", "batch.micro_batch_size=2")
+    limits = []
 
     def fastest(recipe, machine, *, limit_micro_batch):
         limits.append(limit_micro_batch)
-        return configuration(overrides, example_plan(), 74_000, micro=2)
+        return configuration((), example_plan(), 74_000, micro=2)
 
-    monkeypatch.setattr(detect, "fastest_that_fits", fastest)
-    recipe, found, why = detect.choose(AUTO_RECIPE, machine(), failed=4)
-    assert (limits, recipe.batch.micro_batch_size, found) == ([3], 2, overrides)
+    monkeypatch.setattr(choice, "fastest_that_fits", fastest)
+    recipe, why = searched(AUTO_RECIPE, machine(), FAILED)
+    assert (limits, recipe.batch.micro_batch_size) == ([3], 2)
     assert why == (
         "fsdp (ZeRO-3), bf16; 2 sequences of 4,096 tokens x 4 micro-batches x 8 ranks = 64 a step. "
         "The fastest that fits: by plan 46.9 GiB of 80.0 GiB a rank, about 74,000 tokens/s "
@@ -75,32 +87,32 @@ def test_on_a_cpu_half_of_the_memory_stays_free_and_micro_batches_are_short(monk
     """As long as that is possible. The choice does not depend on what was measured, so that a
     resume makes the same one."""
     wide = loaded(*LARGE, "batch.micro_batch_size=auto", "batch.global_batch_size=16")
-    chosen, _, why = detect.choose(wide, on_cpu(64 * GIB))
+    chosen, why = searched(wide, on_cpu(64 * GIB))
     small = chosen.batch.micro_batch_size
     assert re.search("; a step takes about .* by plan, with batch.global_batch_size=[0-9]+ ", why)
-    monkeypatch.setattr(detect, "CPU_SECONDS", 1e6)
-    chosen, _, why = detect.choose(wide, on_cpu(64 * GIB))
+    monkeypatch.setattr(choice, "CPU_SECONDS", 1e6)
+    chosen, why = searched(wide, on_cpu(64 * GIB))
     assert chosen.batch.micro_batch_size > small
     needs = estimated_plan(profile_model(chosen, device="cpu"), chosen, on_cpu(64 * GIB)).needed
     assert needs < 32 * GIB
-    assert detect.choose(wide, on_cpu(2 * GIB)) is not None, "nothing fits into half of it"
+    assert searched(wide, on_cpu(2 * GIB)) is not None, "nothing fits into half of it"
 
 
 def test_choice_with_little_room_says_so(monkeypatch):
     plan = dataclasses.replace(example_plan(), room=40 * GIB)
     chosen = configuration(("strategy.kind=fsdp",), plan, 74_000)
-    monkeypatch.setattr(detect, "fastest_that_fits", lambda *_, **__: chosen)
-    *_, why = detect.choose(AUTO_RECIPE, machine())
+    monkeypatch.setattr(choice, "fastest_that_fits", lambda *_, **__: chosen)
+    _, why = searched(AUTO_RECIPE, machine())
     assert why.endswith("(59,000 to 93,000); slow, because less than 40.0 GiB are to spare")
 
 
 def test_error_has_suggestions_if_nothing_fits(monkeypatch):
-    monkeypatch.setattr(detect, "fastest_that_fits", lambda *_, **__: None)
+    monkeypatch.setattr(choice, "fastest_that_fits", lambda *_, **__: None)
     monkeypatch.setattr(
-        detect, "search_configurations", lambda *_, **__: example_search(fits=False)
+        choice, "search_configurations", lambda *_, **__: example_search(fits=False)
     )
     with pytest.raises(RecipeError) as caught:
-        detect._choose(AUTO_RECIPE, machine(memory=8 * GIB), None)
+        searched(AUTO_RECIPE, machine(memory=8 * GIB), must_fit=True)
     assert caught.value.problems == [
         "strategy.kind: auto: no configuration fits 8 x H100 with 8.0 GiB each",
         "  16 GPUs instead of 8: gpus_per_node=8 nodes=2",
@@ -108,22 +120,18 @@ def test_error_has_suggestions_if_nothing_fits(monkeypatch):
     ]
     here = machine(memory=8 * GIB, host_memory=64 * GIB)
     with pytest.raises(RecipeError, match=r"8\.0 GiB each and 64\.0 GiB of host memory a node"):
-        detect._choose(AUTO_RECIPE, here, None)
+        searched(AUTO_RECIPE, here, must_fit=True)
     other = example_search()
-    monkeypatch.setattr(detect, "search_configurations", lambda *_, **__: other)
+    monkeypatch.setattr(choice, "search_configurations", lambda *_, **__: other)
     with pytest.raises(RecipeError) as caught:
-        detect._choose(AUTO_RECIPE, machine(memory=8 * GIB), None)
+        searched(AUTO_RECIPE, machine(memory=8 * GIB), must_fit=True)
     assert caught.value.problems[1].endswith(f": {' '.join(other.best.overrides)}")
     with pytest.raises(RecipeError, match="a micro-batch of 1 ran out of memory in an earlier"):
-        detect._choose(AUTO_RECIPE, machine(), 1)
-
-
-FAILED = {"event": "failed", "reason": "out_of_memory", "ranks": 8}
-FAILED |= detect.recorded_settings(RECIPE, machine())
+        searched(AUTO_RECIPE, machine(), FAILED | {"micro_batch_size": 1}, must_fit=True)
 
 
 def failed_before(recipe, *events):
-    return detect.failed_micro_batches(list(events), machine=machine(), recipe=recipe)
+    return choice.failed_micro_batches(recipe, Facts(ranks=8, machine=machine(), events=events))
 
 
 def test_only_failures_with_the_same_settings_count():
@@ -161,7 +169,7 @@ def test_separate_process_receives_recipe_and_machine():
 # When gradients are reduced and weights freed
 
 
-SYNC, RESHARD = detect.COLLECTIVES
+SYNC, RESHARD = choice.COLLECTIVES
 NAMED = ["recipe=quickstart", "strategy.kind=fsdp", "batch.micro_batch_size=2"]
 
 
@@ -174,16 +182,20 @@ def gpus(memory):
 
 
 def with_collectives(recipe, *values):
-    chosen = dict(zip(detect.COLLECTIVES, values, strict=True))
+    chosen = dict(zip(choice.COLLECTIVES, values, strict=True))
     return dataclasses.replace(recipe, strategy=dataclasses.replace(recipe.strategy, **chosen))
 
 
-def choice(recipe, memory, **more):
+def with_profile(recipe, machine, **more):
+    """What a plan knows."""
+    profiles = choice.profiled(machine)
+    return recipe, Facts(ranks=machine.ranks, machine=machine, **{"profiles": profiles} | more)
+
+
+def collectives(recipe, memory, **more):
     """The values chosen for the two keys, and why."""
-    full = profile_model(recipe, device="cuda")
-    profiles = dataclasses.replace(full, saved={}), lambda: full
-    chosen, why = detect.choose_collectives(recipe, gpus(memory), profiles, **more)
-    return tuple(getattr(chosen.strategy, key) for key in detect.COLLECTIVES), why
+    chosen, why = choice.choose_collectives(*with_profile(recipe, gpus(memory), **more))
+    return tuple(getattr(chosen.strategy, key) for key in choice.COLLECTIVES), why
 
 
 def needed(recipe, *values):
@@ -205,28 +217,31 @@ def test_collectives_are_as_few_as_leave_room(overrides):
     for size in sizes.values():
         for memory in (size - 2**20, size + 2**20):
             fits = [values for values in every if sizes[values] <= memory]
-            values, why = choice(recipe, memory)
+            values, why = collectives(recipe, memory)
             assert values == (fits[0] if fits else (True, True))
             text = "less than 15%" if values == (True, True) else "by estimate 15%"
-            assert why.startswith(f"strategy.{RESHARD}={str(values[1]).lower()} ")
-            assert f"strategy.{SYNC}={str(values[0]).lower()}: " in why
+            assert why.startswith(text) or why.endswith("free")
             assert text in why
-    assert choice(recipe, sizes[False, False] + 2**20)[0] == (False, False)
-    assert choice(recipe, sizes[True, True] + 2**20)[0] == (True, True)
+    assert collectives(recipe, sizes[False, False] + 2**20)[0] == (False, False)
+    assert collectives(recipe, sizes[True, True] + 2**20)[0] == (True, True)
 
 
 def test_collectives_stay_if_the_memory_is_not_known_or_too_small():
-    values, why = choice(loaded(), None)
-    assert (values, why.partition(": ")[2]) == ((True, True), "the size of the memory is not known")
+    values, why = collectives(loaded(), None)
+    assert (values, why) == ((True, True), "the size of the memory is not known")
     own = dataclasses.replace(loaded(), model=Model(builder="package.module:build"))
     full = profile_model(loaded(), device="cuda")
     profiles = dataclasses.replace(full, saved={}), lambda: full
-    chosen, _ = detect.choose_collectives(own, gpus(80 * GIB), profiles)
+    chosen, _ = choice.choose_collectives(
+        *with_profile(own, gpus(80 * GIB), profiles=lambda _: profiles)
+    )
     assert chosen == with_collectives(own, True, True), "what the user's own model saves is unknown"
     # The quick estimate is too high to say that it fits, and the model cannot be traced
     blocks_of_unknown_size = dataclasses.replace(full, saved={}, packed_attention=False)
     profiles = blocks_of_unknown_size, lambda: blocks_of_unknown_size
-    chosen, _ = detect.choose_collectives(loaded(), gpus(80 * GIB), profiles)
+    chosen, _ = choice.choose_collectives(
+        *with_profile(loaded(), gpus(80 * GIB), profiles=lambda _: profiles)
+    )
     assert chosen == with_collectives(loaded(), True, True)
 
 
@@ -234,19 +249,16 @@ def test_the_reason_names_the_memory_that_decides():
     """On GPUs the collectives take no host memory. On CPUs a checkpoint takes some beside a rank's."""
     recipe = loaded("model.config.hidden_size=1024", "checkpoint.every_steps=5")
     here = dataclasses.replace(gpus(80 * GIB), host_memory=GIB)
-    full = profile_model(recipe, device="cuda")
-    profiles = dataclasses.replace(full, saved={}), lambda: full
-    chosen, why = detect.choose_collectives(recipe, here, profiles)
+    chosen, why = choice.choose_collectives(*with_profile(recipe, here))
     assert chosen == with_collectives(recipe, False, False)
     assert why.endswith("by estimate 15% of 80.0 GiB of GPU memory or more stay free")
     small = dataclasses.replace(here, memory=GIB)
-    _, why = detect.choose_collectives(recipe, small, profiles)
+    _, why = choice.choose_collectives(*with_profile(recipe, small))
     assert why.endswith("fewer collectives would leave less than 15% of 1.0 GiB of GPU memory free")
 
     full = profile_model(recipe, device="cpu")
-    profiles = dataclasses.replace(full, saved={}), lambda: full
     cpus = dataclasses.replace(here, name="CPU", device="cpu", memory=8 * GIB)
-    chosen, why = detect.choose_collectives(recipe, cpus, profiles)
+    chosen, why = choice.choose_collectives(*with_profile(recipe, cpus))
     assert chosen == with_collectives(recipe, True, True)
     needed = min(
         estimated_plan(full, with_collectives(recipe, *values), cpus).host.total
@@ -256,28 +268,28 @@ def test_the_reason_names_the_memory_that_decides():
         f"fewer collectives would need {bytes_as_text(needed)} of a node's 1.0 GiB of host memory"
     )
     cpus = dataclasses.replace(cpus, memory=2**28, host_memory=16 * GIB)
-    _, why = detect.choose_collectives(recipe, cpus, profiles)
+    _, why = choice.choose_collectives(*with_profile(recipe, cpus))
     assert why.endswith("less than 15% of 256.0 MiB of host memory a rank free")
 
 
 @pytest.fixture
 def node(monkeypatch):
     """Two ranks on a node of 64 GiB, of which 50 are free."""
-    monkeypatch.setattr(detect, "gather", lambda value, group: [value, value])
-    monkeypatch.setattr(detect.host_memory, "allowed", lambda: 64 * GIB)
-    monkeypatch.setattr(detect.host_memory, "available", lambda: 50 * GIB)
-    monkeypatch.setattr(detect.host_memory, "resident", lambda: GIB)
+    monkeypatch.setattr(resolve, "gather", lambda value, group: [value, value])
+    monkeypatch.setattr(resolve.host_memory, "allowed", lambda: 64 * GIB)
+    monkeypatch.setattr(resolve.host_memory, "available", lambda: 50 * GIB)
+    monkeypatch.setattr(resolve.host_memory, "resident", lambda: GIB)
     ranks = SimpleNamespace(device=torch.device("cpu"), size=2, rank=0, group=None)
     return ranks, SimpleNamespace(local_world_size=2)
 
 
 def test_the_machine_does_not_depend_on_free_host_memory(node, monkeypatch):
-    before = detect.detect_machine(*node)
+    before = resolve.detect_machine(*node)
     assert (before.memory, before.host_memory) == (32 * GIB, 64 * GIB)
-    monkeypatch.setattr(detect.host_memory, "available", lambda: GIB)
-    assert detect.detect_machine(*node) == before
-    monkeypatch.setattr(detect.host_memory, "allowed", lambda: None)
-    assert detect.detect_machine(*node).host_memory is None
+    monkeypatch.setattr(resolve.host_memory, "available", lambda: GIB)
+    assert resolve.detect_machine(*node) == before
+    monkeypatch.setattr(resolve.host_memory, "allowed", lambda: None)
+    assert resolve.detect_machine(*node).host_memory is None
 
 
 @pytest.mark.parametrize(
@@ -295,12 +307,12 @@ def test_little_free_host_memory_is_a_warning(node, monkeypatch, caplog, needed,
             host = HostMemory(processes=size * GIB, offload=0, workers=0, staging=0)
             yield dataclasses.replace(example_plan(), host=host)
 
-    monkeypatch.setattr(detect, "_estimates", estimates)
+    monkeypatch.setattr(resolve, "estimates", estimates)
     ranks, environment = node
-    detect.warn_of_memory(
+    resolve.warn_of_memory(
         RECIPE,
         lambda: None,
-        detect.detect_machine(*node),
+        resolve.detect_machine(*node),
         exact=True,
         ranks=ranks,
         environment=environment,
@@ -317,7 +329,7 @@ def test_a_gpu_that_is_too_small_is_a_warning_before_the_start(node, caplog):
 
     def warn(memory, *, exact):
         caplog.clear()
-        detect.warn_of_memory(
+        resolve.warn_of_memory(
             recipe,
             lambda: (shapes, lambda: full if exact else pytest.fail("traced")),
             gpus(memory),
@@ -342,47 +354,47 @@ def test_a_gpu_that_is_too_small_is_a_warning_before_the_start(node, caplog):
 
 
 def test_only_auto_that_matters_is_replaced():
-    assert detect.open_collectives(loaded(), ranks=2) == [SYNC, RESHARD]
-    assert detect.open_collectives(loaded("batch.micro_batch_size=8"), ranks=2) == [RESHARD]
-    assert detect.open_collectives(loaded("strategy.kind=ddp"), ranks=2) == []
-    assert detect.open_collectives(loaded("strategy.kind=auto"), ranks=2) == [], "the search does"
-    assert choice(loaded("batch.micro_batch_size=8"), 80 * GIB)[0] == ("auto", False)
-    assert choice(loaded(f"strategy.{SYNC}=true"), 80 * GIB)[0] == (True, False)
+    assert choice.open_collectives(loaded(), ranks=2) == [SYNC, RESHARD]
+    assert choice.open_collectives(loaded("batch.micro_batch_size=8"), ranks=2) == [RESHARD]
+    assert choice.open_collectives(loaded("strategy.kind=ddp"), ranks=2) == []
+    assert choice.open_collectives(loaded("strategy.kind=auto"), ranks=2) == [], "the search does"
+    assert collectives(loaded("batch.micro_batch_size=8"), 80 * GIB)[0] == ("auto", False)
+    assert collectives(loaded(f"strategy.{SYNC}=true"), 80 * GIB)[0] == (True, False)
     given = loaded(f"strategy.{SYNC}=true", f"strategy.{RESHARD}=true", "model.keep_logits=false")
-    assert detect.resolve_collectives(given, None, gpus(GIB), start=Fresh(), ranks=None, run=None) is given  # fmt: skip
+    assert resolve.resolve_by_model(given, None, gpus(GIB), start=Fresh(), ranks=None, run=None) is given  # fmt: skip
 
 
 def test_resume_keeps_the_collectives_of_the_checkpoint():
     recipe = loaded()
     for values in itertools.product((False, True), repeat=2):
-        earlier = dict(zip(detect.COLLECTIVES, values, strict=True))
-        kept, why = choice(recipe, 80 * GIB, earlier=earlier)
-        assert (kept, why.partition(": ")[2]) == (values, "as in the checkpoint, so that the resume is exact")  # fmt: skip
+        earlier = dict(zip(choice.COLLECTIVES, values, strict=True))
+        kept, why = collectives(recipe, 80 * GIB, exact=earlier)
+        assert (kept, why) == (values, "as in the checkpoint, so that the resume is exact")  # fmt: skip
     # Earlier versions recorded their default, which meant true
-    assert choice(recipe, 80 * GIB, earlier={SYNC: "auto", RESHARD: True})[0] == (True, True)
+    assert collectives(recipe, 80 * GIB, exact={SYNC: "auto", RESHARD: True})[0] == (True, True)
     # 15 % need not stay free, but it must fit
-    faster = dict.fromkeys(detect.COLLECTIVES, False)
+    faster = dict.fromkeys(choice.COLLECTIVES, False)
     fits = needed(recipe, False, False)
-    assert choice(recipe, round(0.9 * fits), earlier=faster)[0] == (False, False)
-    assert choice(recipe, round(0.8 * fits), earlier=faster)[0] != (False, False)
+    assert collectives(recipe, round(0.9 * fits), exact=faster)[0] == (False, False)
+    assert collectives(recipe, round(0.8 * fits), exact=faster)[0] != (False, False)
 
 
 def test_collectives_that_ran_out_of_memory_are_not_chosen_again():
     recipe, here = loaded(), gpus(80 * GIB)
     noted = {"event": "failed", "reason": "out_of_memory", "ranks": 2}
-    noted |= detect.recorded_settings(with_collectives(recipe, False, False), here)
+    noted |= choice.recorded_settings(with_collectives(recipe, False, False), here)
+
+    earlier = dict.fromkeys(choice.COLLECTIVES, False)
 
     def failed(**changes):
-        return detect._failed_with_fewer([noted | changes], machine=here, recipe=recipe)
+        values, why = collectives(recipe, 80 * GIB, exact=earlier, events=[noted | changes])
+        assert (values == (True, True)) is ("ran out of memory" in why)
+        return values == (True, True)
 
     assert failed()
-    assert not failed(**dict.fromkeys(detect.COLLECTIVES, True))
+    assert not failed(**dict.fromkeys(choice.COLLECTIVES, True))
     assert not failed(ranks=4)
     assert not failed(micro_batch_size=4)
-    earlier = dict.fromkeys(detect.COLLECTIVES, False)
-    values, why = choice(recipe, 80 * GIB, earlier=earlier, failed=True)
-    assert values == (True, True)
-    assert "ran out of memory" in why
 
 
 # Whether the logits are kept for the backward pass
@@ -396,9 +408,7 @@ LARGE = (
 
 
 def logits(recipe, memory, **more):
-    full = profile_model(recipe, device="cuda")
-    profiles = dataclasses.replace(full, saved={}), lambda: full
-    return detect.choose_logits(recipe, gpus(memory), profiles, **more)
+    return choice.choose_logits(*with_profile(recipe, gpus(memory), **more))
 
 
 def test_logits_are_kept_where_that_leaves_room():
@@ -408,38 +418,37 @@ def test_logits_are_kept_where_that_leaves_room():
     size = math.ceil(estimated_plan(full, kept, gpus(80 * GIB)).needed / 0.85)
     chosen, why = logits(recipe, size + 2**20)
     assert chosen == kept
-    assert why.startswith("model.keep_logits=true: by estimate 15% of ")
+    assert why.startswith("by estimate 15% of ")
     chosen, why = logits(recipe, size - 2**20)
     assert chosen.model.keep_logits is False
     assert "less than 15%" in why
-    chosen, why = logits(recipe, 80 * GIB, failed=True)
-    assert chosen.model.keep_logits is False
-    assert "ran out of memory" in why
 
 
 def test_logits_are_left_alone_where_nothing_is_to_be_chosen():
     assert logits(loaded(), 80 * GIB) is None, "they are one chunk, which is kept anyway"
     assert logits(loaded(*LARGE), None) is None, "the size of the memory is not known"
-    for given in ("model.keep_logits=false", "model.keep_logits=true", "model.chunked_loss=false"):
-        assert logits(loaded(*LARGE, given), 80 * GIB) is None
+    assert logits(loaded(*LARGE, "model.chunked_loss=false"), 80 * GIB) is None
 
 
 def test_kept_logits_that_ran_out_of_memory_are_not_chosen_again():
     recipe, here = loaded(*LARGE), gpus(80 * GIB)
     noted = {"event": "failed", "reason": "out_of_memory", "ranks": 2}
     kept = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, keep_logits=True))
-    noted |= detect.recorded_settings(kept, here)
+    noted |= choice.recorded_settings(kept, here)
 
     def failed(**changes):
-        return detect._failed_with_logits([noted | changes], machine=here, recipe=recipe)
+        chosen, why = logits(recipe, 80 * GIB, events=[noted | changes])
+        assert chosen.model.keep_logits is not ("ran out of memory" in why)
+        return not chosen.model.keep_logits
 
     assert failed()
-    assert failed(**dict.fromkeys(detect.COLLECTIVES, True)), "collectives may differ"
+    assert failed(**dict.fromkeys(choice.COLLECTIVES, True)), "collectives may differ"
     assert not failed(keep_logits=False)
     assert not failed(micro_batch_size=4)
     # Micro-batches that ran out of memory with kept logits may fit without them
     sized = loaded(*LARGE, "batch.micro_batch_size=auto")
-    assert detect.failed_micro_batches([noted], machine=here, recipe=sized) == [2]
+    facts = Facts(ranks=2, machine=here, events=[noted])
+    assert choice.failed_micro_batches(sized, facts) == [2]
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from launcher.recipe.moving.conversion import Conversion, is_off
+from launcher.convert.conversion import Conversion, is_off
 from launcher.recipe.template_names import template_name
 
 _ADAMW = "adamw adam adamw_torch adamw_torch_fused adamw_hf adamw_apex_fused adamw_torch_xla"

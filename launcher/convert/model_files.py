@@ -7,8 +7,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from launcher.convert.conversion import Conversion
 from launcher.errors import RecipeError
-from launcher.recipe.moving.conversion import Conversion
 from launcher.sources.hub import config_file
 
 _TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from launcher.convert.conversion import Conversion
 from launcher.recipe.decode import dotted, keys
-from launcher.recipe.moving.conversion import Conversion
 from launcher.recipe.yaml_text import flow_yaml
 
 _WIDTH = 96

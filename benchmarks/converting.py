@@ -1,7 +1,7 @@
 """Converts all configs in a checkout of another tool, as `launcher new from=FILE` does, and counts.
 
-    python benchmarks/moving.py path/to/axolotl/examples
-    python benchmarks/moving.py path/to/LLaMA-Factory/examples --root path/to/LLaMA-Factory
+    python benchmarks/converting.py path/to/axolotl/examples
+    python benchmarks/converting.py path/to/LLaMA-Factory/examples --root path/to/LLaMA-Factory
 
 Prints the share of keys that have an equal, are not needed or are lost, the share of files that are
 converted without loss, and what is lost most often. Each recipe is checked as `launcher show` checks
@@ -16,9 +16,9 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
+from launcher.convert.convert import Converted, convert_files
 from launcher.errors import RecipeError
 from launcher.recipe.load import load_recipe
-from launcher.recipe.moving.convert import Converted, convert_files
 
 RANKS = 8
 NO_TRAINING = (

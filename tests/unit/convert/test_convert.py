@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from launcher.cli.main import main
+from launcher.convert.convert import convert_files
 from launcher.errors import RecipeError
 from launcher.recipe.load import load_recipe
-from launcher.recipe.moving.convert import convert_files
 from launcher.recipe.yaml_text import parse_yaml
 
 REPOSITORY = Path(__file__).parents[3]
@@ -476,8 +476,8 @@ def test_a_whole_checkout_is_converted_and_counted(tmp_path, monkeypatch, capsys
     for name, text in texts.items():
         (tmp_path / f"{name}.yml").write_text(text)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["moving.py", str(tmp_path)])
-    runpy.run_path(str(REPOSITORY / "benchmarks/moving.py"), run_name="__main__")
+    monkeypatch.setattr("sys.argv", ["converting.py", str(tmp_path)])
+    runpy.run_path(str(REPOSITORY / "benchmarks/converting.py"), run_name="__main__")
     first, keys, *lost = capsys.readouterr().out.splitlines()
     assert sorted(first.split(", ")) == [
         "1 names files that are not here",

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher.convert import axolotl, llamafactory, torchtune, trl
+from launcher.convert.conversion import Conversion, finish
+from launcher.convert.model_files import check_model
+from launcher.convert.text import recipe_text
 from launcher.errors import RecipeError
 from launcher.recipe.decode import DEFAULT, Problem, decode, dotted, keys, merged
-from launcher.recipe.moving import axolotl, llamafactory, torchtune, trl
-from launcher.recipe.moving.conversion import Conversion, finish
-from launcher.recipe.moving.model_files import check_model
-from launcher.recipe.moving.text import recipe_text
 from launcher.recipe.schema import Recipe
 from launcher.recipe.validate import check
 from launcher.recipe.yaml_text import NotYamlError, parse_yaml

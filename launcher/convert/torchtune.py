@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from launcher.convert import parts, rows
+from launcher.convert.conversion import Conversion, is_off
+from launcher.convert.rows import DataSet
 from launcher.errors import RecipeError
-from launcher.recipe.moving import parts, rows
-from launcher.recipe.moving.conversion import Conversion, is_off
-from launcher.recipe.moving.rows import DataSet
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 _LORA_LAYERS = {

@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from launcher.convert import parts, rows
+from launcher.convert.conversion import Conversion, is_off
+from launcher.convert.rows import DataSet
 from launcher.errors import RecipeError
-from launcher.recipe.moving import parts, rows
-from launcher.recipe.moving.conversion import Conversion, is_off
-from launcher.recipe.moving.rows import DataSet
 from launcher.recipe.yaml_text import NotYamlError, parse_yaml
 
 SIGNS = (

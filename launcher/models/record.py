@@ -1,4 +1,4 @@
-"""What has been done to a model: one record on it, which all changes and their readers share."""
+"""What a model is and what has been done to it: one record on it, which all changes share."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Applied:
-    """The changes of a model, in the order of `launcher.models.changes`. A copy of the model has a
+class ModelRecord:
+    """What a model consists of, and its changes in the order of `changes.py`. A copy of the model has a
     copy of its record."""
 
     description: ModelDescription | None = field(default=None, compare=False, repr=False)
@@ -58,7 +58,7 @@ class Applied:
         return self.documents is not None
 
 
-def applied(model: nn.Module) -> Applied:
+def record_of(model: nn.Module) -> ModelRecord:
     """The record of a model. It can be written to."""
-    record: Applied = vars(model).setdefault("launcher_changes", Applied())
+    record: ModelRecord = vars(model).setdefault("launcher_changes", ModelRecord())
     return record

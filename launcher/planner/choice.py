@@ -1,0 +1,350 @@
+"""Chooses a configuration for a machine: whether blocks are compiled, strategy and micro-batch by a
+search, when gradients are reduced and weights freed, and whether logits are kept."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from launcher.console import bytes_as_text, seconds_as_text
+from launcher.errors import RecipeError
+from launcher.planner.candidates import Configuration
+from launcher.planner.facts import Facts, Profiles
+from launcher.planner.fastest import measured_choice
+from launcher.planner.formatting import batch_text, needs_text, strategy_text
+from launcher.planner.machine import Machine
+from launcher.planner.memory import Plan
+from launcher.planner.plan import estimated_plan
+from launcher.planner.profile import (
+    ModelProfile,
+    profile_model,
+    profile_of_shapes,
+    with_saved,
+)
+from launcher.planner.recipe_values import has_reductions_to_choose, micro_batches_of
+from launcher.planner.search import fastest_that_fits, search_configurations
+from launcher.planner.work import Work, with_most_saved
+from launcher.recipe.combinations import value_of
+from launcher.recipe.decisions import with_value
+from launcher.recipe.schema import Recipe
+from launcher.reliability.json_files import Json
+from launcher.strategies.base import compute_dtype, dtype_name
+from launcher.training.model import PreparedModel
+
+logger = logging.getLogger(__name__)
+
+COST = "each block then launches some 60 more kernels in a micro-batch"
+"""Measured on null GPUs: 57 for a Llama block, 76 with full activation checkpointing."""
+COLLECTIVES = ("sync_every_micro_batch", "reshard_after_forward")
+"""Keys of `strategy`. Their `auto` becomes false if `ROOM` of the memory stays free with false, and
+else true."""
+ROOM = 0.15
+"""Share of the memory that must stay free by estimate, which is good to some 10 %."""
+CPU_ROOM = 0.5
+"""Share of the host memory that must stay free on CPUs, where other processes need memory too. It
+also holds for the configuration that `auto` chooses."""
+CPU_SECONDS = 20.0
+"""Most seconds of a micro-batch that `auto` chooses on CPUs: progress is logged after each
+micro-batch."""
+SLOW_STEP = 60.0
+"""If a step takes as many seconds by plan, the message of a choice for CPUs names a smaller
+batch."""
+
+
+def open_keys(recipe: Recipe) -> list[str]:
+    """The keys that are `auto` and are decided by a search, and with them when gradients are reduced
+    and weights freed."""
+    keys = ("strategy.kind", "batch.micro_batch_size")
+    return [key for key in keys if value_of(recipe, key) == "auto"]
+
+
+def open_collectives(recipe: Recipe, *, ranks: int) -> list[str]:
+    """The keys in `COLLECTIVES` that are `auto` and have an effect; empty if the plan decides."""
+    if recipe.strategy.kind != "fsdp" or open_keys(recipe) or recipe.uses_one_rank(ranks):
+        return []
+    keys = COLLECTIVES if has_reductions_to_choose(recipe, ranks=ranks) else COLLECTIVES[1:]
+    return [key for key in keys if getattr(recipe.strategy, key) == "auto"]
+
+
+def profiles_of(
+    recipe: Recipe, prepared: PreparedModel, machine: Machine
+) -> Callable[[], Profiles]:
+    """A function that returns the profiles of a run's model. Each is made when it is first needed."""
+
+    @cache
+    def shapes() -> ModelProfile:
+        return profile_of_shapes(prepared, recipe, device=machine.device)
+
+    @cache
+    def with_activations() -> ModelProfile:
+        copied = dataclasses.replace(prepared, model=copy.deepcopy(prepared.model))
+        return with_saved(shapes(), copied, recipe, dtypes={compute_dtype(recipe.strategy)})
+
+    return lambda: (shapes(), with_activations)
+
+
+def profiled(machine: Machine) -> Callable[[Recipe], Profiles]:
+    """`Facts.profiles` for a plan."""
+
+    def profiles(recipe: Recipe) -> Profiles:
+        full = profile_model(recipe, device=machine.device)
+        return dataclasses.replace(full, saved={}), lambda: full
+
+    return profiles
+
+
+def choose_compile(recipe: Recipe, facts: Facts) -> tuple[Recipe, str]:
+    """Replaces `auto` in `model.compile`. Compiled blocks round differently, so a run keeps the value
+    of its checkpoint, unless that is true and this machine cannot compile."""
+    assert facts.machine is not None
+    why, before = facts.why_eager, facts.recorded.get("model", {}).get("compile")
+    on = why is None and before is not False
+    reason = "" if on else "as in the checkpoint; model.compile=true compiles from here on"
+    if why is not None:
+        reason = f"{why}; {COST}" if facts.machine.device == "cuda" else why
+    return with_value(recipe, "model.compile", on), reason
+
+
+def choose_collectives(recipe: Recipe, facts: Facts) -> tuple[Recipe, str] | None:
+    """Replaces `auto` in `COLLECTIVES` by the fewest collectives with which `ROOM` of the memory
+    stays free by estimate. On CPUs the host memory of a node must suffice for them, too, together
+    with data and checkpoints. On GPUs the host memory does not depend on the collectives. Returns the
+    recipe and the reason; None if no key is `auto` that has an effect."""
+    machine, earlier = facts.machine, facts.exact
+    assert machine is not None
+    assert facts.profiles is not None
+    if not (keys := open_collectives(recipe, ranks=machine.ranks)):
+        return None
+    shapes, trace = facts.profiles(recipe)
+    # Reducing once a step comes first: with several micro-batches it saves as much traffic or more
+    *fewer, most = (
+        _with_strategy(recipe, dict(zip(keys, values, strict=True)))
+        for values in itertools.product((False, True), repeat=len(keys))
+    )
+    known, on_cpu = machine.memory or 0, machine.device == "cpu"
+    memory = _memory_text(machine)
+    # One rank has none: weights in the compute dtype are then kept, and not made for each block
+    what = "fewer collectives"
+    if machine.ranks == 1:
+        what = f"all weights in {dtype_name(compute_dtype(recipe.strategy))}"
+    chosen, why = most, f"{what} would leave less than {ROOM:.0%} of {memory} free"
+    profiles = shapes, cache(trace)
+    host_needed: list[int] = []
+    """The host memory that a node would need, of each choice that fits a device but not a node."""
+
+    estimated = False
+
+    def leaves(share: float, choice: Recipe) -> bool:
+        nonlocal estimated
+        short = 0
+        for plan in estimates(choice, machine, profiles):
+            estimated = True
+            if plan.spare is not None and plan.spare >= share * known:
+                if not on_cpu or plan.host_spare is None or plan.host_spare >= 0:
+                    return True
+                short = plan.host.total
+        host_needed.extend([short] * (short > 0))
+        return False
+
+    # An earlier version recorded `auto`, which meant true
+    kept = _with_strategy(recipe, {key: (earlier or {}).get(key) is not False for key in keys})
+    if any(False in map(event.get, COLLECTIVES) for event in _failures(recipe, facts)):
+        why = f"with {what} an earlier start ran out of memory"
+    elif earlier is not None and (not known or kept == most or leaves(0, kept)):
+        chosen, why = kept, "as in the checkpoint, so that the resume is exact"
+    elif not known:
+        why = "the size of the memory is not known"
+    elif choice := next((each for each in fewer if leaves(ROOM, each)), None):
+        chosen, why = choice, f"by estimate {ROOM:.0%} of {memory} or more stay free"
+    elif host_needed:
+        of = f"{bytes_as_text(machine.host_memory or 0)} of host memory"
+        why = f"{what} would need {bytes_as_text(min(host_needed))} of a node's {of}"
+    elif not estimated:
+        why = _NO_ESTIMATE
+    return chosen, why
+
+
+def _memory_text(machine: Machine) -> str:
+    """`79.6 GiB of GPU memory`: the memory of a rank's device."""
+    kind = "host memory a rank" if machine.device == "cpu" else "GPU memory"
+    return f"{bytes_as_text(machine.memory or 0)} of {kind}"
+
+
+def choose_logits(recipe: Recipe, facts: Facts) -> tuple[Recipe, str] | None:
+    """Replaces `auto` in `model.keep_logits`: by true if `ROOM` of the memory, on CPUs `CPU_ROOM`,
+    stays free by estimate with kept logits. Returns the recipe and the reason; None if no logits would
+    be computed again, or if the size of the memory is not known.
+
+    A resume need not keep the choice, which changes no bits.
+    """
+    machine = facts.machine
+    assert machine is not None
+    assert facts.profiles is not None
+    if recipe.distillation is not None or not (known := machine.memory or 0):
+        return None
+    profiles = facts.profiles(recipe)
+    if not Work(profiles[0], recipe, ranks=machine.ranks).chunked:
+        return None
+    kept, again = (with_value(recipe, "model.keep_logits", keeps) for keeps in (True, False))
+    memory = _memory_text(machine)
+    room = CPU_ROOM if machine.device == "cpu" else ROOM
+    chosen, why = again, f"kept logits would leave less than {room:.0%} of {memory} free"
+    if any(event.get("keep_logits") is True for event in _failures(recipe, facts)):
+        why = "with kept logits an earlier start ran out of memory"
+    elif not (plans := list(estimates(kept, machine, profiles))):
+        why = _NO_ESTIMATE
+    elif any(plan.spare is not None and plan.spare >= room * known for plan in plans):
+        chosen, why = kept, f"by estimate {room:.0%} of {memory} or more stay free"
+    return chosen, why
+
+
+_NO_ESTIMATE = "what the blocks of this model save is not known without a trace"
+
+
+def _with_strategy(recipe: Recipe, values: Mapping[str, bool]) -> Recipe:
+    strategy: Any = dataclasses.replace(recipe.strategy, **values)  # type: ignore[arg-type]
+    return dataclasses.replace(recipe, strategy=strategy)
+
+
+def estimates(recipe: Recipe, machine: Machine, profiles: Profiles) -> Iterator[Plan]:
+    """Estimates of the memory: first a quick one that is too high, then a good one. There are no
+    estimates for models of the user's own code: only a trace finds out what such a model saves."""
+    shapes, checkpointing = profiles[0], recipe.activation_checkpointing
+    if recipe.model.builder is not None or recipe.data.builder is not None:
+        return
+    if shapes.packed_attention and (checkpointing is None or checkpointing.budget is None):
+        yield estimated_plan(with_most_saved(shapes, recipe), recipe, machine)
+    if (traced := profiles[1]()).saved:
+        yield estimated_plan(traced, recipe, machine)
+
+
+def choose_configuration(recipe: Recipe, facts: Facts) -> tuple[Recipe, str] | None:
+    """Replaces `auto` in strategy and micro-batch by the fastest configuration that was measured.
+    Without measurements, by the fastest one that fits by plan.
+
+    Micro-batch sizes that ran out of memory in an earlier start of the run, on as many of the same
+    devices, are not chosen again, nor are larger ones. Returns the recipe and the reason; None if
+    nothing fits, or if the size of the memory is not known.
+    """
+    machine = facts.machine
+    assert machine is not None
+    failed = min(failed_micro_batches(recipe, facts), default=None)
+    if failed == 1 and facts.must_fit:
+        raise RecipeError(
+            "batch.micro_batch_size: auto: a micro-batch of 1 ran out of memory in an earlier "
+            f"start of this run on {machine.ranks} x {machine.name}; there is no smaller one. "
+            "`launcher plan` shows configurations that need less"
+        )
+    limit = None if failed is None else failed - 1
+    after = f"; micro-batches of {failed} and more ran out of memory before" if failed else ""
+    if kept := measured_choice(recipe, machine, limit_micro_batch=limit):
+        chosen, why = kept
+        return chosen, why + after
+    find = _fastest_on_cpu if machine.device == "cpu" else fastest_that_fits
+    best = find(recipe, machine, limit_micro_batch=limit)
+    if best is None:
+        if facts.must_fit:
+            raise _nothing_fits(recipe, machine)
+        return None
+    if machine.device == "cpu" and best.seconds.total > SLOW_STEP:
+        after += _slow_step_text(best)
+    if best.plan.has_room is False:
+        after = f"; slow, because less than {bytes_as_text(best.plan.room)} are to spare{after}"
+    why = (
+        f"{strategy_text(best.recipe, machine.ranks)}; {batch_text(best.recipe, machine.ranks)}. "
+        f"The fastest that fits: by plan {needs_text(best, machine.memory, machine.device)}{after}"
+    )
+    return best.recipe, why
+
+
+def _nothing_fits(recipe: Recipe, machine: Machine) -> RecipeError:
+    """With suggestions."""
+    of = f" with {bytes_as_text(machine.memory)} each" if machine.memory is not None else ""
+    if machine.host_memory is not None:
+        of += f" and {bytes_as_text(machine.host_memory)} of host memory a node"
+    devices = f"{machine.ranks} x {machine.name}"
+    problem = f"{open_keys(recipe)[0]}: auto: no configuration fits {devices}{of}"
+    result = search_configurations(recipe, machine)
+    suggestions = result.suggestions
+    if (best := result.best) is not None:  # it changes more keys than those that are auto
+        suggestions = (f"{strategy_text(best.recipe, machine.ranks)}: {' '.join(best.overrides)}",)
+    return RecipeError([problem, *(f"  {text}" for text in suggestions)])
+
+
+def _fastest_on_cpu(
+    recipe: Recipe, machine: Machine, *, limit_micro_batch: int | None
+) -> Configuration | None:
+    """Like `fastest_that_fits`, but with micro-batches of at most `CPU_SECONDS`, and in half of the
+    memory if a configuration fits there."""
+
+    def half(size: int | None) -> int | None:
+        return None if size is None else round(CPU_ROOM * size)
+
+    smaller = dataclasses.replace(
+        machine, memory=half(machine.memory), host_memory=half(machine.host_memory)
+    )
+    for on in (smaller, machine):
+        best = fastest_that_fits(recipe, on, limit_micro_batch=limit_micro_batch)
+        if best is None:
+            continue
+        size = best.recipe.batch.micro_batch_size
+        micro_batches = micro_batches_of(best.recipe, ranks=machine.ranks)
+        seconds = best.seconds.total / micro_batches
+        if isinstance(size, int) and size > 1 and seconds > CPU_SECONDS:
+            most = max(1, int(size * CPU_SECONDS / seconds))
+            best = fastest_that_fits(recipe, on, limit_micro_batch=most) or best
+        return best
+    return None
+
+
+def _slow_step_text(best: Configuration) -> str:
+    seconds, batch = best.seconds.total, best.recipe.batch.global_batch_size
+    text = f"; a step takes about {seconds_as_text(seconds)} by plan"
+    if (fewer := max(1, int(batch * CPU_SECONDS / seconds))) < batch:
+        text += f", with batch.global_batch_size={fewer} about {seconds_as_text(seconds * fewer / batch)}"
+    return text
+
+
+def recorded_settings(recipe: Recipe, machine: Machine) -> Json:
+    """What events.jsonl records with an out-of-memory failure, besides the number of ranks."""
+    checkpointing, offload = recipe.activation_checkpointing, recipe.strategy.cpu_offload
+    return {
+        "micro_batch_size": recipe.batch.micro_batch_size,
+        "device": machine.name,
+        "sequence_length": recipe.data.sequence_length,
+        "lora": recipe.lora is not None,
+        "checkpointing": None if checkpointing is None else checkpointing.mode,
+        "cpu_offload": offload is not None and (offload.what == "all" or offload.what),
+        "keep_logits": recipe.model.keep_logits,
+    } | {key: getattr(recipe.strategy, key) for key in COLLECTIVES}
+
+
+def failed_micro_batches(recipe: Recipe, facts: Facts) -> list[int]:
+    """Micro-batch sizes of `_failures`, if that of the recipe is `auto`. With strategy `auto`
+    checkpointing and offload may differ."""
+    if recipe.batch.micro_batch_size != "auto":
+        return []
+    others = ("checkpointing", "cpu_offload") if recipe.strategy.kind == "auto" else ()
+    failures = _failures(recipe, facts, "micro_batch_size", *others)
+    sizes = (event.get("micro_batch_size") for event in failures)
+    return [size for size in sizes if size is not None]
+
+
+def _failures(recipe: Recipe, facts: Facts, *except_for: str) -> list[Json]:
+    """Earlier starts of a run, on as many of the same devices and with the same settings, that ran
+    out of memory. Their collectives and kept logits may differ, and the settings `except_for`."""
+    assert facts.machine is not None
+    same = recorded_settings(recipe, facts.machine) | {"ranks": facts.ranks}
+    same |= {"event": "failed", "reason": "out_of_memory"}
+    for key in ("keep_logits", *COLLECTIVES, *except_for):
+        del same[key]
+    return [
+        event
+        for event in facts.events
+        if all(event.get(name) == value for name, value in same.items())
+    ]

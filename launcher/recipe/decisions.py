@@ -1,0 +1,161 @@
+"""What a recipe does not give, as far as the recipe alone decides it: keys that are `auto`, or not
+given.
+
+`planner/decisions.py` has the table of all keys that may be `auto`, and decides the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from launcher.distributed.hardware import computes_in_bfloat16
+from launcher.errors import RecipeError
+from launcher.recipe.combinations import excludes_compile, plain_value, value_of
+from launcher.recipe.decode import KeyPath, Problem, keys
+from launcher.recipe.model_config import why_not_packed
+from launcher.recipe.schema import Recipe
+from launcher.recipe.section import AutoFloat, AutoInt
+from launcher.recipe.yaml_text import flow_yaml
+from launcher.sources.hub import config_file
+
+
+@dataclass(frozen=True)
+class Derived:
+    """The value of a key that was not given, or was `auto`, and why it is this one."""
+
+    value: Any
+    reason: str
+
+    def __str__(self) -> str:
+        """`false, because lora.quantize excludes it`."""
+        return f"{flow_yaml(self.value)}, {self.reason}"
+
+
+Choices = dict[str, Derived]
+"""What was chosen in place of `auto`, by key."""
+_STANDS_BACK = {
+    "run.epochs": ("run.max_steps",),
+    "data.validation_split": ("data.validation", "data.builder", "data.streaming"),
+    "schedule.warmup_steps": ("schedule.warmup_ratio",),
+    "evaluation.every_steps": ("evaluation.every_epochs",),
+    "checkpoint.every_steps": ("checkpoint.every_epochs",),
+}
+"""Keys whose `auto` has nothing to choose where one of these keys is given."""
+
+
+def drop_idle_auto(plain: dict[str, Any]) -> None:
+    """Removes each `auto` that has nothing to choose, because another key of the recipe is given."""
+    for key, others in _STANDS_BACK.items():
+        given = any(plain_value(plain, other) not in (None, False) for other in others)
+        if given and plain_value(plain, key) == "auto":
+            section, _, name = key.rpartition(".")
+            del plain[section][name]
+
+
+def open_rate_of_adapters(plain: dict[str, Any]) -> None:
+    """The default rate is one for all weights; adapters learn next to nothing with it."""
+    if not isinstance(plain.get("lora"), dict):
+        return
+    if isinstance(optimizer := plain.setdefault("optimizer", {}), dict):
+        optimizer.setdefault("learning_rate", "auto")
+
+
+def decide_packing(
+    plain: dict[str, Any], derived: dict[KeyPath, Derived], *, hub: bool
+) -> Iterator[Problem]:
+    """Sets data.packing where it is `auto` or not given: false if the model cannot keep packed
+    documents apart. Yields what is wrong with a true for such a model."""
+    data, model = plain.get("data"), plain.get("model")
+    if not isinstance(data, dict) or not isinstance(model, dict):
+        return
+    given, task = data.get("packing", "auto"), model.get("task", "causal_lm")
+    if given == "auto":
+        # Where batch or length follow from the rows, packing does: a full sequence may be a whole step
+        keys = ("batch.global_batch_size", "data.sequence_length")
+        data["packing"] = "auto" if "auto" in [plain_value(plain, key) for key in keys] else True
+    elif given is not True:
+        return
+    why = None
+    if data.get("builder") is not None:  # its samples are not packed
+        return
+    if model.get("builder") is not None:
+        why = "a model of model.builder gets a document in each row"
+    elif task == "causal_lm":
+        why = why_not_packed(_model_config(model, hub=hub))
+    elif task == "masked_lm" and given == "auto":  # true has its own error
+        why = "attention of model.task: masked_lm goes to both sides"
+    if why is not None and given == "auto":
+        data["packing"] = False
+        derived["data", "packing"] = Derived(False, f"because {why}")
+    elif why is not None:
+        yield Problem(("data", "packing"), f"{why}; set it to auto, or to false")
+
+
+def decide_precision(plain: dict[str, Any], derived: dict[KeyPath, Derived]) -> None:
+    """Sets float32 where `strategy.kind: auto` leaves the precision open and the CPU of the run has
+    no instructions for bfloat16, with which a step then takes several times as long."""
+    strategy = plain.get("strategy")
+    if plain_value(plain, "run.device") != "cpu" or not isinstance(strategy, dict):
+        return
+    open_ = strategy.get("kind") == "auto" and "mixed_precision" not in strategy
+    if open_ and not computes_in_bfloat16():
+        strategy["mixed_precision"] = None
+        why = "so float32: this CPU has no instructions for bfloat16"
+        derived["strategy", "mixed_precision"] = Derived(None, why)
+
+
+def decide_compile(recipe: Recipe, derived: dict[KeyPath, Derived]) -> Recipe:
+    """The recipe with false in place of `model.compile: auto` if another key excludes compilation."""
+    if recipe.model.compile != "auto" or (key := excludes_compile(recipe)) is None:
+        return recipe
+    derived["model", "compile"] = Derived(False, f"because {key} excludes it")
+    return replace(recipe, model=replace(recipe.model, compile=False))
+
+
+def _model_config(model: Mapping[str, Any], *, hub: bool) -> Mapping[str, object]:
+    """model.config if it is whole, or else the config of model.path; empty: it is not known here."""
+    config, path = model.get("config"), model.get("path")
+    if isinstance(path, str) and not (isinstance(config, dict) and "model_type" in config):
+        # What is wrong with the path or its config is reported when the model is built
+        with contextlib.suppress(RecipeError, OSError, ValueError):
+            file = config_file(path, fetch=hub)
+            if file is not None and file.is_file():
+                config = json.loads(file.read_text(encoding="utf-8"))
+    return config if isinstance(config, dict) else {}
+
+
+def open_sizes(recipe: Recipe) -> list[str]:
+    """The keys that are `auto` until the rows are known."""
+    every = (".".join(key) for key in keys())
+    return [key for key in every if isinstance(value_of(recipe, key), AutoInt | AutoFloat)]
+
+
+def stands_for(recipe: Recipe, key: str) -> bool | int | float:
+    """What `auto` in a size stands for until the rows are known."""
+    value: AutoInt | AutoFloat = value_of(recipe, key)
+    if key == "data.packing":
+        return bool(value)
+    return int(value) if isinstance(value, int) else float(value)
+
+
+def with_recorded(recipe: Recipe, earlier: Mapping[str, Any]) -> Recipe:
+    """The recipe with the sizes of another, given as plain values, in place of those that are
+    `auto`."""
+    for key in open_sizes(recipe):
+        section, name = key.split(".")
+        if name in earlier.get(section, {}):
+            recipe = with_value(recipe, key, earlier[section][name])
+    return recipe
+
+
+def with_value(recipe: Recipe, key: str, value: Any) -> Recipe:
+    """The recipe with another value of a key `section.name`."""
+    section, name = key.split(".")
+    changed: Any = dataclasses.replace(getattr(recipe, section), **{name: value})
+    sections: dict[str, Any] = {section: changed}
+    return dataclasses.replace(recipe, **sections)
