@@ -386,12 +386,16 @@ def _messages(
     return read_messages(value, column, turns=turns, attachments=kinds, ignored=ignored)
 
 
+_Answer = Chat | Rendered | tuple[str, str]
+"""A conversation that ends with the answer, as messages and then rendered; or prompt and answer as
+two texts."""
+
+
 @dataclass(frozen=True)
 class _Prompted:
-    """A row with a prompt and answers: each answer after its prompt, as a conversation or as two
-    texts."""
+    """A row with a prompt and answers."""
 
-    answers: Sequence[Chat | Rendered | tuple[str, str]]
+    answers: Sequence[_Answer]
     columns: list[str]
     """Those of a pair of answers."""
     margin: float | None = None
@@ -419,7 +423,7 @@ def _read_prompted(encoder: Encoder, found: Match, row: Values) -> _Prompted:
 
 def _render_prompted(encoder: Encoder, read: _Prompted) -> _Prompted:
     try:
-        answers: list[Any] = [
+        answers = [
             render(encoder, answer) if isinstance(answer, Chat) else answer
             for answer in read.answers
         ]
@@ -551,9 +555,7 @@ def _turns(encoder: Encoder, role: str, value: str | list[object], column: str) 
     return _messages(encoder, value, column)
 
 
-def _encode_answers(
-    encoder: Encoder, batch: list[Rendered | tuple[str, str]]
-) -> Iterator[Document]:
+def _encode_answers(encoder: Encoder, batch: list[_Answer]) -> Iterator[Document]:
     """The answers, each after its prompt.
 
     Prompt and response are tokenized as one text: some tokenizers write the beginning of a text
