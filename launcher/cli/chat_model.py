@@ -28,7 +28,7 @@ from launcher.data.chat_template import ChatTemplate, load_template
 from launcher.data.collation import RowInputs
 from launcher.data.encoder import make_encoder
 from launcher.data.loader import to_device
-from launcher.data.messages import Message, RowError, as_prompt
+from launcher.data.messages import Message, as_prompt
 from launcher.data.modality import Modality
 from launcher.data.run_data import set_stop_tokens
 from launcher.data.template_source import today, uses_date
@@ -39,7 +39,7 @@ from launcher.data.tokenizer import (
     load_tokenizer,
     tokenizer_name,
 )
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, RowError
 from launcher.models.description import text_config
 from launcher.models.hugging_face_files import end_ids
 from launcher.models.safetensors_files import ADAPTER_CONFIG

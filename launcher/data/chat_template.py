@@ -21,21 +21,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from launcher.data.attachments import Attachments, Placed, attachment_table
+from launcher.data.columns import HALF_PAIR
 from launcher.data.documents import Document
 from launcher.data.messages import (
-    HALF_PAIR,
     REASONING,
     Chat,
     Form,
     Message,
-    RowError,
     print_arguments,
     to_json,
     unused_tools,
 )
 from launcher.data.template_source import fix_date, today, uses_date, uses_tools, variables
 from launcher.data.tokenizer import Ids, hugging_face_tokenizer
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, RowError
 from launcher.models.micro_batch import IGNORED
 
 if TYPE_CHECKING:

@@ -23,9 +23,12 @@ from launcher.data.chat_template import (
 )
 from launcher.data.columns import (
     described,
+    encodable,
     read_integers,
+    read_list,
     read_margin,
     read_mark,
+    read_text,
     read_value,
     read_weights,
 )
@@ -33,19 +36,15 @@ from launcher.data.documents import Document, Encoded
 from launcher.data.messages import (
     Chat,
     Message,
-    RowError,
     as_chat,
     dialogue,
-    encodable,
     instruction,
     parsed_messages,
     plain_content,
     read_calls,
     read_conversation,
     read_history,
-    read_list,
     read_messages,
-    read_text,
     read_tools,
     unused_tools,
     with_system,
@@ -63,6 +62,7 @@ from launcher.data.tokenizer import (
     prints_date,
     tokenizer_identity,
 )
+from launcher.errors import RowError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.layouts import (

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from launcher.data.columns import read_list, read_text
+from launcher.data.placing import is_part_of, lacks_file, placeholder_of
+from launcher.errors import RowError
 from launcher.recipe.layouts import (
     ATTACHMENTS,
     BESIDE_TEXT,
@@ -61,10 +64,6 @@ _NUMBERS = re.compile(
 """Names of keys whose numbers say nothing about loss."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 _BESIDE_CONTENT = ("tool_calls", "function_call", *REASONING)
-
-
-class RowError(ValueError):
-    """A problem of a row. The message does not say which row."""
 
 
 @dataclass(frozen=True)
@@ -412,28 +411,6 @@ def _with_own_attachments(message: Message, what: str, kind: str) -> Message:
     return {**message, "content": parts}
 
 
-def placeholder_of(kind: str) -> str:
-    """Stands in a text for an attachment of the row's column (LLaVA, ShareGPT, LLaMA-Factory)."""
-    return f"<{kind}>"
-
-
-def part_keys(kind: str) -> tuple[str, ...]:
-    """Keys of a part, or of an object inside it, that may hold its attachment."""
-    own = (kind, f"{kind}_url")
-    return ("bytes", *own, "url", "path", "value", "source", "base64", "data")
-
-
-def is_part_of(part: object, kind: str) -> bool:
-    """Whether a part of a message's content is an attachment of this kind."""
-    types = (kind, f"{kind}_url", f"input_{kind}")
-    return isinstance(part, dict) and part.get("type") in types
-
-
-def lacks_file(part: object, kind: str) -> bool:
-    """Whether a part that is an attachment waits for one of another place of the row."""
-    return isinstance(part, dict) and all(part.get(key) is None for key in part_keys(kind))
-
-
 def _with_parts(
     message: Message, what: str, attachments: Sequence[str]
 ) -> tuple[Message, list[Message]]:
@@ -582,20 +559,6 @@ def _described(tool: object) -> object:
     return tool
 
 
-def read_list(value: object, where: str) -> list[object] | None:
-    """A list, or a list as JSON; None or an empty text: there is none. Raises RowError."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise RowError(f"{where} is not JSON: {error}") from None
-    if not value:
-        return None
-    if not isinstance(value, list):
-        raise RowError(f"{where} must hold a list; got {type(value).__name__}")
-    return value
-
-
 def with_system(
     encoder: Encoder, found: Match, row: Values, messages: list[Message]
 ) -> list[Message]:
@@ -616,13 +579,6 @@ def with_system(
     if own and first["content"] != own:
         raise RowError(f"column {column!r} and message 1 hold different system prompts; remove one")
     return messages
-
-
-def read_text(value: object, column: str) -> str:
-    """The text of an optional column, which may be null. Raises RowError."""
-    if not isinstance(value, str | None):
-        raise RowError(f"column {column!r} must hold text; got {type(value).__name__}")
-    return value or ""
 
 
 def read_history(value: object) -> list[tuple[str, str]]:
@@ -779,18 +735,6 @@ def refuse_empty_answers(messages: list[Message], loss_from: int) -> None:
                 f"turn {number} of the assistant is empty, so there is nothing to learn from; "
                 "loss: false in the message keeps it without loss"
             )
-
-
-HALF_PAIR = "holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
-
-
-def encodable(text: str, where: str) -> str:
-    """The text. Raises RowError if it is not valid Unicode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise RowError(f"{where} {HALF_PAIR}") from None
-    return text
 
 
 def instruction(parts: dict[str, object], rounds: list[tuple[str, str]], *, headings: bool) -> str:

@@ -17,22 +17,38 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from launcher.data.attachments import Source
-from launcher.data.messages import (
-    Message,
-    RowError,
-    encodable,
-    is_part_of,
-    lacks_file,
-    part_keys,
-    placeholder_of,
-)
+from launcher.data.columns import encodable
+from launcher.errors import RowError
 from launcher.recipe.layouts import with_article
 
 if TYPE_CHECKING:
+    from launcher.data.messages import Message
     from launcher.data.modality import Modality
 
 _BASE64 = ("base64", "data")
 """Keys whose values are base64."""
+
+
+def placeholder_of(kind: str) -> str:
+    """Stands in a text for an attachment of the row's column (LLaVA, ShareGPT, LLaMA-Factory)."""
+    return f"<{kind}>"
+
+
+def part_keys(kind: str) -> tuple[str, ...]:
+    """Keys of a part, or of an object inside it, that may hold its attachment."""
+    own = (kind, f"{kind}_url")
+    return ("bytes", *own, "url", "path", "value", "source", "base64", "data")
+
+
+def is_part_of(part: object, kind: str) -> bool:
+    """Whether a part of a message's content is an attachment of this kind."""
+    types = (kind, f"{kind}_url", f"input_{kind}")
+    return isinstance(part, dict) and part.get("type") in types
+
+
+def lacks_file(part: object, kind: str) -> bool:
+    """Whether a part that is an attachment waits for one of another place of the row."""
+    return isinstance(part, dict) and all(part.get(key) is None for key in part_keys(kind))
 
 
 def source_of(value: object, modality: Modality) -> Source:

@@ -46,11 +46,10 @@ from launcher.data.collation import (
 from launcher.data.dataset import SampleMaker
 from launcher.data.documents import Encoded
 from launcher.data.encoder import Encoder, PromptForm, prompt_form
-from launcher.data.messages import RowError
 from launcher.data.packing import first_names, no_targets
 from launcher.data.token_store import ModelTraits, check_range, one_document
 from launcher.distributed.rank_layout import RankLayout
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, RowError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.layouts import KINDS, describe_column, unused_columns, unused_line

@@ -16,7 +16,6 @@ from launcher.data.chat_template import ChatTemplate
 from launcher.data.encoder import make_encoder
 from launcher.data.ends import stop_token_ids
 from launcher.data.messages import (
-    RowError,
     as_prompt,
     checked_chat,
     parse_arguments,
@@ -27,7 +26,7 @@ from launcher.data.messages import (
 from launcher.data.template_source import uses_tools
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.data.tokenizer_files import KeptTokenizer
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, RowError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.sources.finding import file_part

@@ -13,11 +13,11 @@ from transformers import AutoTokenizer
 from launcher.data.chat_template import ChatTemplate
 from launcher.data.encoder import make_encoder
 from launcher.data.ends import stop_token_ids
-from launcher.data.messages import RowError, checked_chat
+from launcher.data.messages import checked_chat
 from launcher.data.run_data import tokenizer_to_keep, trained_prompts
 from launcher.data.template_source import read_template
 from launcher.data.tokenizer import ExtendedName
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, RowError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe.schema import Data, Model
 from launcher.recipe.template_names import NAMED_TEMPLATES, template_file, template_problem
