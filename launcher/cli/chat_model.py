@@ -28,7 +28,7 @@ from launcher.data.chat_template import ChatTemplate, load_template
 from launcher.data.collation import RowInputs
 from launcher.data.encoder import make_encoder
 from launcher.data.loader import to_device
-from launcher.data.messages import Message, as_prompt
+from launcher.data.messages import Message, prompt_of
 from launcher.data.modality import Modality
 from launcher.data.run_data import set_stop_tokens
 from launcher.data.template_source import today, uses_date
@@ -130,7 +130,7 @@ class ChatModel:
             ids, attached = np.append(np.array(self._tokenizer.begin, text.dtype), text), None
         else:
             modalities = self._attachments.modalities
-            rendered = self.template.render(as_prompt(messages, modalities))
+            rendered = self.template.render(prompt_of(messages, modalities))
             [prompt] = self.template.encode([rendered], modalities)
             ids, attached = prompt.ids, prompt.attachments
         if not len(ids):

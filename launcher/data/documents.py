@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -55,9 +55,6 @@ class Document:
         return table[table["end"] <= end], data
 
 
-_FIELDS = tuple(each.name for each in fields(Document))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded(Document):
     """The result for one row."""
@@ -65,11 +62,6 @@ class Encoded(Document):
     row: Row
     problem: str = ""
     """Why the row cannot be used."""
-
-    @classmethod
-    def of(cls, row: Row, document: Document) -> Encoded:
-        """The document of a row."""
-        return cls(row=row, **{name: getattr(document, name) for name in _FIELDS})
 
     @property
     def skipped(self) -> dict[str, str]:

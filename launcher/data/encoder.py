@@ -7,7 +7,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -36,12 +36,13 @@ from launcher.data.documents import Document, Encoded
 from launcher.data.messages import (
     Chat,
     Message,
-    as_chat,
+    chat_of_row,
     dialogue,
     instruction,
     parsed_messages,
     plain_content,
     read_calls,
+    read_chat,
     read_conversation,
     read_history,
     read_messages,
@@ -139,15 +140,16 @@ class Encoder:
         """The kinds of attachments that rows may have."""
         return [modality.kind for modality in self.modalities]
 
-    def match(self, row: Values) -> Match:
-        """The layout of a row. Raises RowError if none fits, or if a column that changes what the
-        row means is not used."""
+    def match(self, row: Values) -> tuple[Match, Values]:
+        """The layout of a row, and the row with the parts of columns that the recipe names. Raises
+        RowError if no layout fits, or if a column that changes what the row means is not used."""
+        row = with_named_parts(row, self.columns)
         found = match_row(row, self.columns, [self.kind], self.ignored)
         if found is None:
             raise RowError(no_layout(row, self.columns, self.kind, self.ignored))
         if (problem := lost_meaning(row, found, self.ignored, attachments=self.kinds)) is not None:
             raise RowError(problem)
-        return found
+        return found, row
 
     @property
     def reads_arrays(self) -> bool:
@@ -222,8 +224,7 @@ class Encoder:
                     of_file = (each.of_file(row.part.name) for each in self.modalities)
                     encoder = replace(self, modalities=tuple(of_file))
                 try:
-                    values = with_named_parts(row.values, self.columns)
-                    found = encoder.match(values)
+                    found, values = encoder.match(row.values)
                     rest = [*unused_columns(values, found, self.ignored)]
                     read = kind.read(encoder, found, values)
                     usable.append(read if kind.render is None else kind.render(encoder, read))
@@ -238,7 +239,9 @@ class Encoder:
                 if problem:
                     yield Encoded(row=row, problem=problem)
                 else:
-                    yield Encoded.of(row, next(documents))
+                    document = next(documents)
+                    known = {each.name: getattr(document, each.name) for each in fields(document)}
+                    yield Encoded(row=row, **known)
 
 
 PromptForm = Literal["messages", "instruction", "text"]
@@ -253,7 +256,7 @@ def prompt_form(encoder: Encoder, parts: Iterable[SourcePart]) -> PromptForm | N
     for row in itertools.islice(encoder.read(parts), _LOOKED_AT):
         with contextlib.suppress(RowError):  # reported when the rows are read
             if row.values is not None:
-                return form_of_row(row.values, encoder.match(row.values))
+                return form_of_row(row.values, encoder.match(row.values)[0])
     return None
 
 
@@ -269,7 +272,7 @@ def form_of_row(row: Mapping[str, Any], found: Match) -> PromptForm:
 def last_question(encoder: Encoder, row: Values) -> str | None:
     """The last turn of the user in a row, or its prompt; None: the row has neither."""
     with contextlib.suppress(RowError):  # as it is read
-        found = encoder.match(row)
+        found, _ = encoder.match(row)
         for role in ("messages", "prompt", "instruction", "chosen", "response"):
             column = found.get(role)
             value = parsed_messages(row.get(column)) if column is not None else None
@@ -368,17 +371,6 @@ def _read_tokens(encoder: Encoder, found: Match, row: Values) -> Document:
     return Document(ids, counted, weights=weights)
 
 
-def _read_chat(encoder: Encoder, found: Match, row: Values) -> Chat:
-    column = found.columns["messages"]
-    # Texts of a column of that name need not be turns
-    turns = column.lower() != "texts" or encoder.columns.get("messages") == column
-    messages = read_conversation(encoder, found, row, turns=turns)
-    chat, weights = as_chat(encoder, found, row, messages), encoder.columns.get("weights")
-    if weights is None:
-        return chat
-    return replace(chat, weight=float(read_weights(row, weights)[0]))
-
-
 def _messages(
     encoder: Encoder, value: object, column: str, *, turns: bool = False
 ) -> list[Message]:
@@ -465,14 +457,14 @@ def _read_response(encoder: Encoder, found: Match, row: Values) -> Chat | tuple[
         made = read_calls(listed, f"column {calls!r}")
         answer = {"role": "assistant", "content": "", "tool_calls": made}
         question = with_system(encoder, found, row, [{"role": "user", "content": prompt}])
-        return as_chat(encoder, found, row, [*question, answer], loss_from=len(question))
+        return chat_of_row(encoder, found, row, [*question, answer], loss_from=len(question))
     if "response" in found.columns:
         return _read_answer(encoder, found, row, "response")
     column = found.columns["messages"]
     messages = read_conversation(encoder, found, row, turns=True)
     if messages[-1]["role"] != "assistant":
         raise RowError(f"column {column!r} must end with the answer, a turn of the assistant")
-    return as_chat(encoder, found, row, messages, loss_from=len(messages) - 1)
+    return chat_of_row(encoder, found, row, messages, loss_from=len(messages) - 1)
 
 
 _PROMPT, _ANSWER = (str, list), "text or a list of messages"
@@ -541,7 +533,7 @@ def _read_answer(encoder: Encoder, found: Match, row: Values, role: str) -> Chat
     answer = _turns(encoder, "assistant", response, column)
     if thought:
         answer[-1] = {**answer[-1], "reasoning_content": thought}
-    return as_chat(encoder, found, row, question + answer, loss_from=len(question))
+    return chat_of_row(encoder, found, row, question + answer, loss_from=len(question))
 
 
 def _dialogue_before_answer(prompt: str) -> list[Message] | None:
@@ -624,7 +616,7 @@ class _Kind:
 _KINDS: dict[schema.DataKind, _Kind] = {
     "text": _Kind(_read_text, _encode_texts),
     "tokens": _Kind(_read_tokens, lambda encoder, batch: batch),
-    "chat": _Kind(_read_chat, encode, render),
+    "chat": _Kind(read_chat, encode, render),
     "classification": _Kind(_read_classification, _encode_classification),
 }
 _PROMPTED = _Kind(_read_prompted, _encode_prompted, _render_prompted)

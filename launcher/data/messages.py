@@ -6,12 +6,12 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from launcher.data.columns import read_list, read_text
-from launcher.data.placing import is_part_of, lacks_file, placeholder_of
+from launcher.data.columns import read_list, read_text, read_weights
+from launcher.data.placing import is_part_of, lacks_file, place, place_of_row, placeholder_of
 from launcher.errors import RowError
 from launcher.recipe.layouts import (
     ATTACHMENTS,
@@ -19,7 +19,6 @@ from launcher.recipe.layouts import (
     Match,
     nouns_of,
     typed,
-    unused_column_of,
 )
 from launcher.sources.rows import Values
 
@@ -80,17 +79,28 @@ class Chat:
     """A conversation for a chat template, which renders the first form that it does not refuse."""
 
     forms: list[Form]
-    loss: Literal["answers", "all", "none"] = "none"
-    """What carries loss: turns of the assistant; all tokens; or none, of a conversation that the
+    tools: list[object] | None
+    loss: Literal["answers", "all", "none"]
+    """What carries loss: answers of the assistant; all tokens; or none, of a conversation that the
     assistant continues."""
-    learned: tuple[int, ...] = ()
-    """The indices of the turns of the assistant that carry loss."""
-    tools: list[object] | None = None
+    learned: Sequence[int] = ()
+    """The indices of the answers that carry loss."""
     tools_column: str | None = None
-    attached: tuple[tuple[Modality, list[Source]], ...] = ()
+    attached: Sequence[tuple[Modality, list[Source]]] = ()
     """The attachments of each kind that rows may have, in the order of their places."""
     weight: float | None = None
     """Of each token with loss (data.weights_column); None: 1."""
+
+
+def read_chat(encoder: Encoder, found: Match, row: Values) -> Chat:
+    """The conversation of a row of kind chat. Raises RowError."""
+    column = found.columns["messages"]
+    # Texts of a column of that name need not be turns
+    turns = column.lower() != "texts" or encoder.columns.get("messages") == column
+    messages = read_conversation(encoder, found, row, turns=turns)
+    weights = encoder.columns.get("weights")
+    weight = None if weights is None else float(read_weights(row, weights)[0])
+    return chat_of_row(encoder, found, row, messages, weight=weight)
 
 
 def read_conversation(encoder: Encoder, found: Match, row: Values, *, turns: bool) -> list[Message]:
@@ -99,91 +109,69 @@ def read_conversation(encoder: Encoder, found: Match, row: Values, *, turns: boo
     column = found.columns["messages"]
     if (value := row.get(column)) is None:
         raise RowError(f"column {column!r} is empty (null); it must hold messages")
-    messages = read_messages(
-        value, column, turns=turns, attachments=encoder.kinds, ignored=encoder.ignored
-    )
+    kinds, ignored = encoder.kinds, encoder.ignored
+    messages = read_messages(value, column, turns=turns, attachments=kinds, ignored=ignored)
     return with_system(encoder, found, row, messages)
 
 
-def as_chat(
-    encoder: Encoder, found: Match, row: Values, messages: list[Message], *, loss_from: int = 0
-) -> Chat:
-    """The messages with the attachments and tools of their row, checked. loss_from: the index of the
-    first message that may carry loss. Raises RowError."""
-    attached = list[tuple["Modality", list["Source"]]]()
-    for modality in encoder.modalities:
-        messages, sources = _with_attachments(encoder, modality, found, row, messages)
-        attached.append((modality, sources))
-    column = found.get("tools")
-    return checked_chat(
-        messages,
-        loss_from=loss_from,
-        loss_on=encoder.settings.get("loss_on"),
-        tools=None if column is None else read_tools(row.get(column), column),
-        tools_column=column,
-        attached=tuple(attached),
-    )
-
-
-def checked_chat(
+def chat_of_row(
+    encoder: Encoder,
+    found: Match,
+    row: Values,
     messages: list[Message],
     *,
     loss_from: int = 0,
-    loss_on: str | None = None,
-    **more: Any,
+    weight: float | None = None,
 ) -> Chat:
-    """The conversation. loss_on: data.loss_on, or None for the default. more: of `Chat`. Raises
-    RowError if nothing can be learned from it."""
+    """The messages with the attachments and tools of their row. loss_from: the index of the first
+    message that may carry loss. Raises RowError."""
+    attached = []
+    for modality in encoder.modalities:
+        messages, sources = place_of_row(messages, row, found, modality, encoder.ignored)
+        attached.append((modality, sources))
+    column = found.get("tools")
+    tools = None if column is None else read_tools(row.get(column), column)
+    loss_on = encoder.settings.get("loss_on")
+    chat = chat_of(messages, tools, loss_from=loss_from, loss_on=loss_on)
+    return replace(chat, tools_column=column, attached=attached, weight=weight)
+
+
+def chat_of(
+    messages: list[Message],
+    tools: list[object] | None = None,
+    *,
+    loss_from: int = 0,
+    loss_on: str | None = None,
+) -> Chat:
+    """The conversation, with loss as data.loss_on says; None: the default. Raises RowError if a
+    message is wrong, or if there is nothing to learn."""
     answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
     if loss_on == "last":
         loss_from = max([loss_from, *answers])
     refuse_empty_answers(messages, loss_from)
     forms = _forms(messages)
+    silent = [at for at, message in enumerate(messages) if not message.get("loss", True)]
     if loss_on == "all":
-        for number, message in enumerate(messages, start=1):
-            if not message.get("loss", True):
-                raise RowError(f"message {number} is to carry no loss, but data.loss_on is all")
-        return Chat(forms, "all", **more)
+        if silent:
+            what = f"message {silent[0] + 1} is to carry no loss, but data.loss_on is all"
+            raise RowError(what)
+        return Chat(forms, tools, loss="all")
     wanted = [at for at in answers if at >= loss_from]
-    learned = tuple(at for at in wanted if messages[at].get("loss", True))
-    if wanted and not learned:
-        raise RowError("no assistant turn carries loss, so nothing to learn from")
+    learned = [at for at in wanted if at not in silent]
     if not learned:
-        raise RowError("no assistant turn, so nothing to learn from")
-    return Chat(forms, "answers", learned, **more)
+        what = "no assistant turn carries loss" if wanted else "no assistant turn"
+        raise RowError(f"{what}, so nothing to learn from")
+    return Chat(forms, tools, loss="answers", learned=learned)
 
 
-def as_prompt(messages: list[Message], modalities: Sequence[Modality] = ()) -> Chat:
-    """A conversation that the assistant continues. A text with the placeholder of an attachment is a
-    text. Raises RowError."""
-    attached = list[tuple["Modality", list["Source"]]]()
+def prompt_of(messages: list[Message], modalities: Sequence[Modality] = ()) -> Chat:
+    """A conversation that the assistant continues. The text of a placeholder is no attachment. Raises
+    RowError."""
+    attached = []
     for modality in modalities:
-        messages, sources = modality.place(messages, None, placeholders=False)
+        messages, sources = place(messages, None, modality, placeholders=False)
         attached.append((modality, sources))
-    return Chat(_forms(messages), attached=tuple(attached))
-
-
-def _with_attachments(
-    encoder: Encoder, modality: Modality, found: Match, row: Values, messages: list[Message]
-) -> tuple[list[Message], list[Source]]:
-    """See `Modality.place`. Raises RowError, also if only a column that is not used holds
-    attachments."""
-    nouns, sources = modality.nouns, list["Source"]()
-    column = found.get(nouns)
-    given = None if column is None else row.get(column)
-    unused = unused_column_of(modality.kind, row, found, encoder.ignored)
-    try:
-        messages, sources = modality.place(messages, given)
-    except RowError:
-        if unused is None or given:
-            raise
-    if unused is not None and not sources:
-        raise RowError(
-            f"column {unused!r} holds {nouns} by its name, and the run does not see them; "
-            f"{typed(f'data.columns.{nouns}', unused)} reads it, "
-            f"{typed('data.ignore_columns', [*encoder.ignored, unused])} trains without it"
-        )
-    return messages, sources
+    return Chat(_forms(messages), None, loss="none", attached=attached)
 
 
 def read_messages(
@@ -406,8 +394,8 @@ def _with_own_attachments(message: Message, what: str, kind: str) -> Message:
         raise RowError(f"{what}: has {len(values)} {nouns}, and its text shows {len(places)}")
     if not places:
         return {**message, "content": [*({"type": kind, kind: v} for v in values), *parts]}
-    for place, value in zip(places, values, strict=True):
-        parts[place] = {"type": kind, kind: value}
+    for at, value in zip(places, values, strict=True):
+        parts[at] = {"type": kind, kind: value}
     return {**message, "content": parts}
 
 

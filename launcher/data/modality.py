@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from launcher.data.attachments import Attachment, Source
 from launcher.data.messages import Message
-from launcher.data.placing import place
 from launcher.recipe.layouts import ATTACHMENTS
 
 if TYPE_CHECKING:
@@ -88,12 +87,6 @@ class Modality(ABC):
     @abstractmethod
     def of_export(cls, folder: Path, base: str | None) -> Self:
         """As of an exported model. base: that of an adapter."""
-
-    def place(
-        self, messages: Sequence[Message], column: object, *, placeholders: bool = True
-    ) -> tuple[list[Message], list[Source]]:
-        """See `launcher.data.placing.place`."""
-        return place(messages, column, self, placeholders=placeholders)
 
     @abstractmethod
     def expand(self, rendered: Rendered, sources: list[Any]) -> Rendered:

@@ -11,7 +11,7 @@ import binascii
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -19,7 +19,8 @@ from urllib.parse import unquote, urlsplit
 from launcher.data.attachments import Source
 from launcher.data.columns import encodable
 from launcher.errors import RowError
-from launcher.recipe.layouts import with_article
+from launcher.recipe.layouts import Match, typed, unused_column_of, with_article
+from launcher.sources.rows import Values
 
 if TYPE_CHECKING:
     from launcher.data.messages import Message
@@ -182,6 +183,33 @@ def place(
         if message["role"] == "assistant" and not isinstance(message["content"], str | None):
             raise RowError(f"message {number}: the assistant cannot answer with {one}")
     return made, sources
+
+
+def place_of_row(
+    messages: list[Message],
+    row: Values,
+    found: Match,
+    modality: Modality,
+    ignored: Collection[str],
+) -> tuple[list[Message], list[Source]]:
+    """`place` with the row's column of attachments. Raises RowError, also if only a column that is not
+    used holds attachments. ignored: data.ignore_columns."""
+    nouns, sources = modality.nouns, list["Source"]()
+    column = found.get(nouns)
+    given = None if column is None else row.get(column)
+    unused = unused_column_of(modality.kind, row, found, ignored)
+    try:
+        messages, sources = place(messages, given, modality)
+    except RowError:
+        if unused is None or given:
+            raise
+    if unused is not None and not sources:
+        raise RowError(
+            f"column {unused!r} holds {nouns} by its name, and the run does not see them; "
+            f"{typed(f'data.columns.{nouns}', unused)} reads it, "
+            f"{typed('data.ignore_columns', [*ignored, unused])} trains without it"
+        )
+    return messages, sources
 
 
 def _listed(column: object) -> list[object]:

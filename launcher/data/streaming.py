@@ -452,8 +452,7 @@ class StreamingDataset(IterableDataset[Collated | Unreadable]):
         part = next((part for part in parts if part.form in _DIVIDED), None)
         for row in itertools.islice(read_rows(part), _LOOKED_AT) if part is not None else ():
             with contextlib.suppress(RowError):  # reported when the row is read
-                values = row.values or {}
-                found = self.encoder.match(values)
+                found, values = self.encoder.match(row.values or {})
                 for column, value in unused_columns(values, found, self.encoder.ignored):
                     unused.setdefault(column, describe_column(column, value, found))
         return unused

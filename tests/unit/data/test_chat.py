@@ -16,9 +16,9 @@ from launcher.data.chat_template import ChatTemplate
 from launcher.data.encoder import make_encoder
 from launcher.data.ends import stop_token_ids
 from launcher.data.messages import (
-    as_prompt,
-    checked_chat,
+    chat_of,
     parse_arguments,
+    prompt_of,
     read_messages,
     read_tools,
     refuse_empty_answers,
@@ -150,9 +150,7 @@ def dialogue(*contents):
 
 def encoded(tokenizer, template, messages, tools=None, loss_from=0):
     chat = ChatTemplate(tokenizer, "it", template)
-    [document] = chat.encode(
-        [chat.render(checked_chat(messages, tools=tools, loss_from=loss_from))]
-    )
+    [document] = chat.encode([chat.render(chat_of(messages, tools, loss_from=loss_from))])
     return document.ids, document.labels
 
 
@@ -514,7 +512,7 @@ def test_stock_templates_write_arguments_as_json(tmp_path):
         read = read_messages(messages, "messages")
         chat = ChatTemplate(tokenizer, file.name, template)
         try:
-            text = chat.render(checked_chat(read)).text
+            text = chat.render(chat_of(read)).text
         except RowError as error:
             if "as Python does" in str(error) and "gemma4" not in file.name:
                 wrong.append(f"{file.name}: {error}")
@@ -546,7 +544,7 @@ def test_stock_templates():
         ):
             chat = ChatTemplate(tokenizer, file.name, template)
             try:
-                rendered = chat.render(checked_chat(messages))
+                rendered = chat.render(chat_of(messages))
             except RowError as error:
                 if "System role not supported" not in str(error):
                     wrong.append(f"{file.name}: {error}")
@@ -742,7 +740,7 @@ def test_the_message_about_another_prompt_names_the_switch():
     chat = ChatTemplate(
         bpe_tokenizer(), "it", without_marks(EMPTY), values={"enable_thinking": True}
     )
-    rendered = chat.render(checked_chat(dialogue("a", "yes", "b", "no")))
+    rendered = chat.render(chat_of(dialogue("a", "yes", "b", "no")))
     assert len(rendered.turns) == 2
 
 
@@ -1535,16 +1533,16 @@ def test_prompts_and_other_texts_take_calls_as_rows_do():
     asked, called = calling_maybe(WRITTEN)
     messages = [{**asked, "content": "[maybe(x=None)]"}, called, *dialogue("b")]
     chat = ChatTemplate(bpe_tokenizer(), "t", printed)
-    text = chat.render(as_prompt(messages)).text
+    text = chat.render(prompt_of(messages)).text
     assert WRITTEN in text
     assert text.endswith("b<|end|><|begin|>assistant\n")
-    assert chat.render(checked_chat(messages)).text in text
+    assert chat.render(chat_of(messages)).text in text
 
 
 def test_prompts_open_thoughts_as_rows_do():
     opens = without_marks(CHATML).replace("assistant\n' }}{% endif %}", "assistant\n<think>' }}{% endif %}")  # fmt: skip
     chat = ChatTemplate(bpe_tokenizer(), "t", opens)
-    text = chat.render(as_prompt(dialogue("a", "what</think>yes", "b"))).text
+    text = chat.render(prompt_of(dialogue("a", "what</think>yes", "b"))).text
     assert "<think>what</think>yes" in text
 
 
