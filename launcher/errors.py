@@ -25,6 +25,10 @@ class RecipeError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+class RowError(ValueError):
+    """A problem of a row. The message does not say which row."""
+
+
 class TrainingError(RuntimeError):
     """The run cannot continue, for example after too many skipped steps. `reason` is a word for
     status.json."""

@@ -129,7 +129,7 @@ def _kind_shown(line: str) -> str | None:
 
 
 def _talk(model: ChatModel, sampling: Sampling, system: str | None) -> None:
-    from launcher.data.messages import RowError
+    from launcher.errors import RowError
 
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 (input() then has a history)

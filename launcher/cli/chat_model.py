@@ -24,15 +24,14 @@ from launcher.checkpoint.export import (
     recipe_of,
 )
 from launcher.data.attachment_inputs import MODALITIES, ModelAttachments, own_attachments
-from launcher.data.chat_template import ChatTemplate
+from launcher.data.chat_template import ChatTemplate, load_template
 from launcher.data.collation import RowInputs
-from launcher.data.encoder import encode_prompt, make_encoder
+from launcher.data.encoder import make_encoder
 from launcher.data.loader import to_device
-from launcher.data.messages import Message, RowError
+from launcher.data.messages import Message, prompt_of
 from launcher.data.modality import Modality
-from launcher.data.rendering import load_template
 from launcher.data.run_data import set_stop_tokens
-from launcher.data.template_marks import today, uses_date
+from launcher.data.template_source import today, uses_date
 from launcher.data.token_store import one_document
 from launcher.data.tokenizer import (
     Tokenizer,
@@ -40,7 +39,7 @@ from launcher.data.tokenizer import (
     load_tokenizer,
     tokenizer_name,
 )
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, RowError
 from launcher.models.description import text_config
 from launcher.models.hugging_face_files import end_ids
 from launcher.models.safetensors_files import ADAPTER_CONFIG
@@ -130,7 +129,10 @@ class ChatModel:
             text = self._tokenizer.ids([messages[-1]["content"]])[0]
             ids, attached = np.append(np.array(self._tokenizer.begin, text.dtype), text), None
         else:
-            ids, attached = encode_prompt(messages, self.template, self._attachments.modalities)
+            modalities = self._attachments.modalities
+            rendered = self.template.render(prompt_of(messages, modalities))
+            [prompt] = self.template.encode([rendered], modalities)
+            ids, attached = prompt.ids, prompt.attachments
         if not len(ids):
             raise RecipeError("it is empty")
         document, piece = one_document(ids, attached), (0, 0, len(ids))

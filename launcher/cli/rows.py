@@ -218,7 +218,7 @@ def _losses(
     from launcher.data.collation import raise_error
     from launcher.data.dataset import SequenceDataset
     from launcher.data.loader import to_device
-    from launcher.data.messages import RowError
+    from launcher.errors import RowError
     from launcher.models.towers import use_towers
     from launcher.objectives.base import dataset_objective
     from launcher.objectives.make import make_objective

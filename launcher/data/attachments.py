@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from launcher.data.messages import RowError
+from launcher.errors import RowError
 from launcher.files import checksum_of
 from launcher.recipe.layouts import ATTACHMENTS, with_article
 

@@ -10,55 +10,48 @@ is an error.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
-import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from launcher.data.attachments import Placed
+from launcher.data.attachments import Attachments, Placed, attachment_table
+from launcher.data.columns import HALF_PAIR
+from launcher.data.documents import Document
 from launcher.data.messages import (
+    REASONING,
+    Chat,
+    Form,
     Message,
-    NotAsServedError,
-    RefusedError,
-    RowError,
-    check_calls,
-    check_mentions,
-    check_texts,
-    may_lose,
-    thought_of,
-    with_opening_marks,
-    with_placeholders,
+    print_arguments,
+    to_json,
+    unused_tools,
 )
-from launcher.data.template_marks import (
-    MESSAGE_NUMBER,
-    Layout,
-    Span,
-    fix_date,
-    read_marks,
-    today,
-    uses_date,
-    variables,
-    with_marks,
-)
-from launcher.data.tokenizer import Ids
-from launcher.errors import RecipeError
+from launcher.data.template_source import fix_date, today, uses_date, uses_tools, variables
+from launcher.data.tokenizer import Ids, hugging_face_tokenizer
+from launcher.errors import RecipeError, RowError
 from launcher.models.micro_batch import IGNORED
-from launcher.recipe.template_names import template_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from launcher.data.encoder import Encoder
+    from launcher.data.modality import Modality
+
 logger = logging.getLogger(__name__)
+
+Span = tuple[int, int]
 
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _SWITCHES = ("enable_thinking", "thinking")
 """Variables of templates that choose between generation prompts."""
 _PLACEHOLDER = "Qz7aZq"
+"""Begins texts that no row holds."""
 _THOUGHTS = {
     "<think>": "</think>",
     "[THINK]": "[/THINK]",
@@ -68,6 +61,18 @@ _THOUGHTS = {
 _CLOSED = re.compile(r"(</[^<>]+>|<\|END_\w+\|>|<\w+\|>|\[/\w+\])\s*$")
 """The end of a generation prompt with an empty thought."""
 _BEGUN_TAG = re.compile(r"[<\[][^<>\[\]\s]*$")
+
+
+class RefusedError(RowError):
+    """The chat template refuses a conversation."""
+
+
+class LeftOutError(RefusedError):
+    """The chat template leaves out a tool call or an answer."""
+
+
+class NotAsServedError(RowError):
+    """A turn that the template shows otherwise than the model must produce it."""
 
 
 class UnverifiedError(RowError):
@@ -137,26 +142,30 @@ class Rendered:
         return replace(self, text=text, turns=turns, attachments=(*self.attachments, *attachments))
 
 
-def read_template(value: str) -> str:
-    """The chat template of a name or in a file: its text, or the `chat_template` of JSON, as processors
-    have it. Raises RecipeError."""
-    file = template_file(value)
-    if os.path.exists(file) and not os.path.isfile(file):  # a pipe would block
-        raise RecipeError(f"data.chat_template: {file}: is not a regular file")
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        problem = "not UTF-8 text" if isinstance(error, ValueError) else error.strerror
-        raise RecipeError(f"data.chat_template: {file}: cannot be read: {problem}") from None
-    try:
-        content = json.loads(text)
-    except ValueError:
-        return text
-    template = content.get("chat_template") if isinstance(content, dict) else None
-    if not isinstance(template, str):
-        what = "is JSON without a text chat_template; give a file with the template alone"
-        raise RecipeError(f"data.chat_template: {file}: {what}")
-    return template
+@functools.lru_cache(maxsize=4)
+def load_template(
+    tokenizer: str | None, template: str | None, day: str | None, values: str
+) -> ChatTemplate:
+    """template: None: the tokenizer's own. day: YYYY-MM-DD, for templates that print one. values:
+    JSON of data.chat_template_kwargs. Raises RecipeError if no template can be used."""
+    assert tokenizer is not None
+    loaded = hugging_face_tokenizer(tokenizer)
+    return ChatTemplate(loaded, tokenizer, template, day=day, values=json.loads(values))
+
+
+def _template_of(encoder: Encoder) -> ChatTemplate:
+    values = json.dumps(encoder.settings.get("chat_template_kwargs", {}))
+    return load_template(encoder.tokenizer, encoder.template, encoder.day, values)
+
+
+def render(encoder: Encoder, chat: Chat) -> Rendered:
+    """See `ChatTemplate.render`."""
+    return _template_of(encoder).render(chat)
+
+
+def encode(encoder: Encoder, batch: list[Rendered]) -> list[Document]:
+    """See `ChatTemplate.encode`."""
+    return _template_of(encoder).encode(batch, encoder.modalities)
 
 
 class ChatTemplate:
@@ -191,19 +200,92 @@ class ChatTemplate:
         texts = tokenizer.convert_ids_to_tokens(self._special)
         self._special_texts = tuple(text for text in texts if text.strip())
 
-    def render(
-        self, messages: list[Message], tools: list[object] | None, *, loss_from: int = 0
+    def render(self, chat: Chat) -> Rendered:
+        """The text of a conversation, and which parts of it carry loss. Raises RowError; if the
+        template refuses all forms, with the problem of the first one."""
+        if chat.tools and not uses_tools(self.source(chat.tools)):
+            why = "the chat template does not read them"
+            raise RowError(unused_tools(chat.tools_column, why))
+        problems = []
+        for form in chat.forms:
+            try:
+                rendered = self._in_json(chat, form)
+            except RefusedError as error:
+                problems.append(error)
+            else:
+                break
+        else:
+            raise problems[0]
+        try:
+            rendered.text.encode()
+        except UnicodeEncodeError:
+            raise RowError(f"the conversation {HALF_PAIR}") from None
+        for modality, sources in chat.attached:
+            rendered = modality.expand(rendered, sources)
+        return replace(rendered, weight=chat.weight)
+
+    def _in_json(self, chat: Chat, form: Form) -> Rendered:
+        """The rendering, with arguments of calls as JSON also where the template prints each one by
+        itself, as Python does. Raises RefusedError if it prints them as a whole, and RowError if it does
+        not print their JSON, either."""
+        rendered, whole = self._render(chat, form.messages), form.arguments
+        keywords = [(f"({key}=", f", {key}=") for arguments in whole for key in arguments]
+        if all(first in rendered.text or later in rendered.text for first, later in keywords):
+            return rendered  # the template writes calls in Python (LFM2.5), or there are none
+        if any(repr(arguments) in rendered.text for arguments in whole):
+            what = "set data.chat_template to a template that writes them with tojson"
+            raise RefusedError(f"{_AS_PYTHON}; {what}")
+        values = [value for arguments in whole for value in arguments.values()]
+        nested = [repr(value) for value in values if isinstance(value, dict | list) and value]
+        leaves = _leaves(values)
+        words = {str(value) for value in leaves if value is None or isinstance(value, bool)}
+        shown = words.intersection(_WORDS.findall(rendered.text))
+        if not shown and not any(text in rendered.text for text in nested):
+            return rendered
+        changed = print_arguments(form.messages)
+        json_of = {
+            repr(value): to_json(value) for value in values if isinstance(value, dict | list)
+        }
+
+        def as_json(text: str) -> str:
+            for python in sorted(json_of, key=len, reverse=True):
+                text = text.replace(python, json_of[python])
+            return _WORDS.sub(lambda word: _JSON[word[0]], text)
+
+        plain = self.apply(form.messages, chat.tools)
+        try:
+            printed = self.apply(changed, chat.tools)
+        except RefusedError:  # it takes values apart
+            same = False
+        else:
+            same = as_json(plain) == as_json(printed)
+            words_of_calls = len(_WORDS.findall(plain)) - len(_WORDS.findall(printed))
+            if not words_of_calls and not any(text in plain for text in nested):
+                return rendered  # the words are in other texts
+        if not same:
+            got = ", ".join(sorted(shown)) or "lists or objects"
+            what = "leave them out, or set data.chat_template to a template that writes them with tojson"
+            raise RowError(f"{_AS_PYTHON} ({got}); {what}")
+        self.note("printed", f"{_AS_PYTHON}: each one is written as JSON")
+        return self._render(chat, changed)
+
+    def _render(self, chat: Chat, messages: list[Message]) -> Rendered:
+        messages = self._opened(messages, chat.tools)
+        if chat.loss == "none":
+            text = self.apply(messages, chat.tools, add_generation_prompt=True)
+            return Rendered(text, [], closed=False)
+        if chat.loss == "all":
+            return self._render_all(messages, chat.tools)
+        return self._render_answers(messages, chat.tools, chat.learned)
+
+    def _render_answers(
+        self,
+        messages: list[Message],
+        tools: list[object] | None,
+        learned: Sequence[int],
     ) -> Rendered:
-        """Renders a conversation. loss_from is the index of the first message that may carry loss.
-        Messages with `loss: false` carry none. Raises RowError."""
-        messages = self._opened(messages, tools)
+        """learned: the indices of the messages that carry loss."""
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        wanted = [index for index in turns if index >= loss_from]
-        learned = [index for index in wanted if messages[index].get("loss", True)]
-        if not learned:
-            if wanted:
-                raise RowError("no assistant turn carries loss, so nothing to learn from")
-            raise RowError("no assistant turn, so nothing to learn from")
         closed = turns[-1] == len(messages) - 1
         layout = self.layout(messages, tools)
         marked = _GENERATION.search(self.source(tools)) is not None
@@ -224,7 +306,9 @@ class ChatTemplate:
         trusted = [at for at, problem in problems.items() if isinstance(problem, PromptError)]
         if marked and (unknown or (trusted and not learned_turns)):
             chosen = learned if unknown else trusted
-            return Rendered(text, _marked_turns(layout, turns, chosen), closed and last in chosen)
+            return Rendered(
+                text, _marked_turns(layout, turns, [*chosen]), closed and last in chosen
+            )
         if closed and last in problems and (served := conversation.as_served()):
             text = served[0]
             same = len(_common(text, layout.text))
@@ -246,22 +330,14 @@ class ChatTemplate:
             self.note("unlearned", f"turns without loss, such as this {problem} (docs/data.md)")
         return Rendered(text, list(learned_turns.values()), closed and last in learned_turns)
 
-    def render_all(self, messages: list[Message], tools: list[object] | None) -> Rendered:
-        """Renders a conversation with loss on every token. Raises RowError."""
-        messages = self._opened(messages, tools)
+    def _render_all(self, messages: list[Message], tools: list[object] | None) -> Rendered:
+        """With loss on every token."""
         text = self.apply(messages, tools)
         for number, message in enumerate(messages, start=1):
-            if not message.get("loss", True):
-                raise RowError(f"message {number} is to carry no loss, but data.loss_on is all")
             check_calls(message, text, f"message {number}")
         begin, end = self.closing(text, 0, len(text))
         closed = messages[-1]["role"] == "assistant"
         return Rendered(text, [Turn(0, len(text), includes_end=begin < end)], closed)
-
-    def render_prompt(self, messages: list[Message], tools: list[object] | None) -> Rendered:
-        """Renders a conversation that the assistant continues. Raises RowError."""
-        text = self.apply(self._opened(messages, tools), tools, add_generation_prompt=True)
-        return Rendered(text, [], closed=False)
 
     def note(self, subject: str, text: str) -> None:
         """Logs the first note of this subject."""
@@ -291,23 +367,42 @@ class ChatTemplate:
         )
         return opened
 
-    def tokens(self, rendered: list[Rendered]) -> list[tuple[Ids, Ids]]:
-        """(ids, labels) of each conversation; labels are IGNORED where there is no loss.
+    def encode(self, batch: list[Rendered], modalities: Sequence[Modality] = ()) -> list[Document]:
+        """The tokens and labels of each conversation; labels are IGNORED where there is no loss, and
+        for the tokens of attachments. modalities: the kinds of attachments that rows may have.
 
         If no special token ends a turn, the one that follows it, possibly after white space, also
         carries loss, or the model would never stop. If none follows the last turn, the eos_token is
         appended with loss. Raises RecipeError if the tokenizer has no eos_token.
         """
         encoded = self._tokenizer(
-            [conversation.text for conversation in rendered],
+            [rendered.text for rendered in batch],
             add_special_tokens=False,
             return_attention_mask=False,
             return_token_type_ids=False,
             return_offsets_mapping=True,
             verbose=False,
         )
-        rows = zip(rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        return [self._labelled(*row) for row in rows]
+        rows = zip(batch, encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        return [self._document(*row, modalities) for row in rows]
+
+    def _document(
+        self,
+        rendered: Rendered,
+        token_ids: list[int],
+        offsets: list[Span],
+        modalities: Sequence[Modality],
+    ) -> Document:
+        ids, labels = self._labelled(rendered, token_ids, offsets)
+        weights = None
+        if rendered.weight is not None:
+            weights = np.full(len(ids), rendered.weight, np.float32)
+        if not modalities:
+            return Document(ids, labels, weights=weights)
+        attached = [token for modality in modalities for token in modality.token_ids]
+        labels = np.where(np.isin(ids, attached), np.int32(IGNORED), labels)
+        attachments = _attachments_of(modalities, ids, rendered)
+        return Document(ids, labels, weights=weights, attachments=attachments)
 
     def _labelled(
         self, rendered: Rendered, token_ids: list[int], offsets: list[Span]
@@ -749,6 +844,23 @@ def _common(first: str, second: str) -> str:
     return first[: next(different, min(len(first), len(second)))]
 
 
+def _attachments_of(modalities: Sequence[Modality], ids: Ids, rendered: Rendered) -> Attachments:
+    """The attachments of a conversation in the document with these ids. Raises RecipeError if they
+    have other tokens than their texts."""
+    placed = list[tuple[Placed, int, int]]()
+    for modality in modalities:
+        found = [one for one in rendered.attachments if one.source.kind == modality.kind]
+        at = np.flatnonzero(np.isin(ids, modality.token_ids))
+        ends = np.cumsum([one.tokens for one in found], dtype=np.int64)
+        if len(at) != ends[-1:].sum():
+            what = f"{len(at)} tokens of {modality.nouns}, where the text has {ends[-1:].sum()}"
+            tokenizer = type(hugging_face_tokenizer(modality.processor)).__name__
+            raise RecipeError(f"{modality.nouns}: {tokenizer}: {what}")
+        for one, last in zip(found, ends - 1, strict=True):
+            placed.append((one, int(at[last - one.tokens + 1]), int(at[last]) + 1))
+    return attachment_table(sorted(placed, key=lambda each: each[1]))
+
+
 def _marked_turns(layout: Layout, turns: list[int], learned: list[int]) -> list[Turn]:
     """The marks of the turns that carry loss, of a template whose loops cannot be followed."""
     marks = [(start, end) for start, end in layout.generation if start < end]
@@ -758,3 +870,214 @@ def _marked_turns(layout: Layout, turns: list[int], learned: list[int]) -> list[
             raise RowError(f"{what}: which belong to the turns without loss?")
         marks = [mark for index, mark in zip(turns, marks, strict=True) if index in learned]
     return [Turn(start, end, includes_end=True) for start, end in marks]
+
+
+# Where each message is: a copy of the template writes marks around what each pass of a loop writes
+
+MESSAGE_NUMBER = "launcher_message"
+"""Key of a message with its index, which the marks repeat."""
+_TAG = re.compile(
+    r"\{#.*?#\}|\{%[-+]?\s*(?P<name>for|endfor|macro|endmacro|generation|endgeneration)\b"
+    r"(?P<rest>.*?)(?P<close>[-+]?%\})",
+    re.DOTALL,
+)
+_MARK = re.compile("\x02(\\w+):(\\d*)\x03")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The text of a conversation, and what wrote its parts."""
+
+    text: str
+    messages: dict[int, Span] = field(default_factory=dict)
+    """By the index of a message: what the pass of a loop over it wrote."""
+    generation: list[Span] = field(default_factory=list)
+    """What `{% generation %}` encloses."""
+    source: str | None = None
+    """The template with marks that wrote it; None: the parts are not known."""
+
+    def generated(self, index: int) -> bool:
+        """Whether a message has a `{% generation %}` mark; true if its text is not known."""
+        first, last = self.messages.get(index, (0, 0))
+        within = any(start < last and end > first for start, end in self.generation)
+        return within or index not in self.messages
+
+
+@functools.lru_cache(maxsize=16)
+def with_marks(template: str, *, loops: bool) -> str:
+    """The template with marks at generation tags, and (loops) at each pass and the end of loops.
+
+    Loops in macros are left alone: templates compare and trim what a macro returns.
+    """
+    open_loops: list[str | None] = []
+    macros = count = 0
+
+    def insert(tag: re.Match[str]) -> str:
+        nonlocal macros, count
+        name, mark, condition = tag["name"], "", "true"
+        if name in ("macro", "endmacro"):
+            macros += 1 if name == "macro" else -1
+        elif name == "generation":
+            mark = "\x02generation:0\x03"
+        elif name == "endgeneration":
+            mark = "\x02generation:\x03"
+        elif name == "for":
+            count += 1
+            item = re.match(r"\s*(\w+)\s+in\b", tag["rest"])
+            open_loops.append(str(count) if item and loops and not macros else None)
+            if item and open_loops[-1]:
+                value = f"{item[1]}.{MESSAGE_NUMBER}"
+                condition, mark = f"{value} is defined", f"\x02{count}:{{{{ {value} }}}}\x03"
+        elif name == "endfor" and open_loops and (loop := open_loops.pop()):
+            mark = f"\x02{loop}:\x03"
+        if not mark:
+            return tag[0]
+        # A block tag that ends like the tag before it removes the same white space after it
+        return f"{tag[0]}{{% if {condition} %}}{mark}{{% endif {tag['close']}"
+
+    return _TAG.sub(insert, template)
+
+
+def read_marks(marked: str, source: str) -> Layout:
+    """The layout of a text that `source`, a template of `with_marks`, wrote."""
+    text, *rest = _MARK.split(marked)
+    texts, length = [text], len(text)
+    begun: dict[str, tuple[int, int]] = {}
+    messages: dict[int, Span] = {}
+    generation: list[Span] = []
+    for name, index, text in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+        if name in begun:
+            number, start = begun.pop(name)
+            first, last = messages.get(number, (0, 0))
+            if name == "generation":
+                generation.append((start, length))
+            elif length - start > last - first:  # another loop may only look at the message
+                messages[number] = start, length
+        if index:
+            begun[name] = int(index), length
+        texts.append(text)
+        length += len(text)
+    return Layout("".join(texts), messages, generation, source)
+
+
+# What a template must not leave out
+
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
+
+
+def thought_of(message: Message) -> tuple[str, str]:
+    """The reasoning of a message, and its content without it. Empty: there is none."""
+    content = message["content"] or ""
+    thought = _THOUGHT.match(content)
+    if thought:
+        return thought[1].strip("\n"), content[thought.end() :]
+    reasoning = (message[key] for key in REASONING if message.get(key))
+    return str(next(reasoning, "")).strip("\n"), content
+
+
+def with_opening_marks(messages: list[Message]) -> list[Message]:
+    """The messages with the `<think>` that is missing in answers to a generation prompt that ended
+    in it."""
+    return [
+        {**message, "content": _with_opening_mark(message["content"])}
+        if message["role"] == "assistant" and isinstance(message["content"], str)
+        else message
+        for message in messages
+    ]
+
+
+def _with_opening_mark(content: str) -> str:
+    thought, mark, _ = content.partition("</think>")
+    quoted = thought.endswith(("`", "'", '"'))
+    if not mark or quoted or "<think>" in thought:
+        return content
+    return "<think>" + "\n" * thought.endswith("\n") + content
+
+
+def check_mentions(message: Message, written: str, what: str) -> None:
+    """Raises NotAsServedError if the template takes a text that mentions `</think>` for reasoning."""
+    content = message["content"]
+    if not isinstance(content, str) or "</think>" not in content or _THOUGHT.match(content):
+        return
+    if content.strip() not in written:
+        raise NotAsServedError(
+            f"{what}: the chat template takes the text before </think> for reasoning; begin it with "
+            "<think> if it is, or set data.chat_template to a template that does not"
+        )
+
+
+def may_lose(message: Message) -> bool:
+    """Whether templates leave out texts of such a message: reasoning, or content beside calls."""
+    thought, said = thought_of(message)
+    calls = message.get("tool_calls") or message.get("function_call")
+    return bool(thought.strip() or (calls and said.strip()))
+
+
+def with_placeholders(messages: list[Message]) -> list[Message]:
+    """The messages with a placeholder for each reasoning and content of the assistant."""
+    probes = []
+    for number, message in enumerate(messages):
+        probe = dict(message)
+        if message["role"] == "assistant":
+            _, said = thought_of(message)
+            thought_there, said_there = _placeholders(number)
+            probe |= {key: thought_there for key in REASONING if message.get(key)}
+            if said.strip():
+                probe["content"] = said_there
+            if _THOUGHT.match(message["content"] or ""):
+                answer = f"\n\n{said_there}" if said.strip() else ""
+                probe["content"] = f"<think>\n{thought_there}\n</think>{answer}"
+        probes.append(probe)
+    return probes
+
+
+def _placeholders(number: int) -> tuple[str, str]:
+    return f"{_PLACEHOLDER}{number}t", f"{_PLACEHOLDER}{number}c"
+
+
+def check_calls(message: Message, written: str, what: str) -> None:
+    """Raises LeftOutError if tool calls are missing in what the template writes for a message."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    names = [call.get("name") for call in [*calls, message.get("function_call") or {}]]
+    for name in filter(None, names):
+        if written.count(str(name)) < names.count(name):
+            hint = "set data.chat_template to a template that renders it"
+            raise LeftOutError(f"{what}: the chat template leaves out a tool call ({name}); {hint}")
+
+
+def check_texts(message: Message, number: int, written: str, what: str) -> None:
+    """Raises NotAsServedError if the template leaves out reasoning, or text beside tool calls, and
+    LeftOutError if it leaves out an answer. `written` is what it writes for the message of this
+    index in `with_placeholders`."""
+    thought, said = thought_of(message)
+    thought_there, said_there = _placeholders(number)
+    if thought.strip() and thought_there not in written:
+        raise NotAsServedError(
+            f"{what}: the chat template leaves out its reasoning, so the model would learn to "
+            "answer without it; end the row with this turn, or set data.chat_template to a "
+            "template that renders it"
+        )
+    if said.strip() and said_there not in written and not may_lose(message):
+        hint = "set data.chat_template to a template that renders it"
+        raise LeftOutError(f"{what}: the chat template leaves out its content; {hint}")
+    if said.strip() and said_there not in written:
+        raise NotAsServedError(
+            f"{what}: the chat template leaves out the text beside its tool calls, so the model "
+            "would learn to call without it; end the row with this turn, remove the text, or set "
+            "data.chat_template to a template that renders it"
+        )
+
+
+# The forms in which templates take calls of tools
+
+_WORDS = re.compile(r"\b(True|False|None)\b")
+_JSON = {"True": "true", "False": "false", "None": "null"}
+_AS_PYTHON = "the chat template prints arguments of a call as Python does, not as JSON"
+
+
+def _leaves(value: object) -> list[object]:
+    """What is in lists and objects, at any depth."""
+    if not isinstance(value, dict | list):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value
+    return [leaf for each in inner for leaf in _leaves(each)]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from launcher.data.messages import RowError
 from launcher.data.tokenizer import Ids
+from launcher.errors import RowError
 from launcher.recipe.layouts import KEYS
 from launcher.sources.rows import Values
 
@@ -41,6 +42,39 @@ def described(value: object) -> str:
     if isinstance(value, dict):
         return f"an object with the keys {', '.join(map(str, value)) or '(none)'}"
     return type(value).__name__
+
+
+def read_list(value: object, where: str) -> list[object] | None:
+    """A list, or a list as JSON; None or an empty text: there is none. Raises RowError."""
+    if isinstance(value, str) and value.strip():
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise RowError(f"{where} is not JSON: {error}") from None
+    if not value:
+        return None
+    if not isinstance(value, list):
+        raise RowError(f"{where} must hold a list; got {type(value).__name__}")
+    return value
+
+
+def read_text(value: object, column: str) -> str:
+    """The text of an optional column, which may be null. Raises RowError."""
+    if not isinstance(value, str | None):
+        raise RowError(f"column {column!r} must hold text; got {type(value).__name__}")
+    return value or ""
+
+
+HALF_PAIR = "holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
+
+
+def encodable(text: str, where: str) -> str:
+    """The text. Raises RowError if it is not valid Unicode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RowError(f"{where} {HALF_PAIR}") from None
+    return text
 
 
 def read_integers(row: Values, column: str) -> Ids:

@@ -23,10 +23,10 @@ from launcher.data.collation import (
 )
 from launcher.data.custom import CustomData, CustomDataset
 from launcher.data.encoder import PromptForm
-from launcher.data.messages import RowError
 from launcher.data.packing import Integers, Sequences, text_lengths
 from launcher.data.problems import causes
 from launcher.data.token_store import ModelTraits, TokenStore
+from launcher.errors import RowError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.layouts import unused_line

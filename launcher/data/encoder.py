@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -14,43 +13,46 @@ from typing import Any, Literal
 import numpy as np
 
 from launcher.data.attachments import (
-    Attachments,
-    Placed,
-    Source,
-    attachment_table,
     join_attachments,
 )
-from launcher.data.chat_template import ChatTemplate, Rendered, read_template
+from launcher.data.chat_template import (
+    NotAsServedError,
+    Rendered,
+    encode,
+    render,
+)
 from launcher.data.columns import (
-    Weights,
     described,
+    encodable,
     read_integers,
+    read_list,
     read_margin,
     read_mark,
+    read_text,
     read_value,
     read_weights,
 )
+from launcher.data.documents import Document, Encoded
 from launcher.data.messages import (
+    Chat,
     Message,
-    NotAsServedError,
-    RowError,
+    chat_of_row,
     dialogue,
-    encodable,
     instruction,
     parsed_messages,
     plain_content,
     read_calls,
+    read_chat,
+    read_conversation,
     read_history,
-    read_list,
     read_messages,
-    read_text,
+    read_tools,
+    unused_tools,
     with_system,
 )
 from launcher.data.modality import Modality
 from launcher.data.pairs import different, pair_of_answers
-from launcher.data.placing import place
-from launcher.data.rendering import load_template, render, render_prompt, render_text
-from launcher.data.template_marks import today, uses_date
+from launcher.data.template_source import read_template, today, uses_date
 from launcher.data.tokenizer import (
     Ids,
     Tokenizer,
@@ -61,7 +63,7 @@ from launcher.data.tokenizer import (
     prints_date,
     tokenizer_identity,
 )
-from launcher.errors import RecipeError
+from launcher.errors import RowError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.layouts import (
@@ -77,7 +79,6 @@ from launcher.recipe.layouts import (
     no_layout,
     roles_of,
     typed,
-    unused_column_of,
     unused_columns,
     with_named_parts,
 )
@@ -93,71 +94,6 @@ _SETTINGS: dict[str, Callable[[RowKind], bool]] = {
     "chat_template_kwargs": lambda kind: kind.templated,
 }
 """Further keys of data that change the tokens, and whether rows of a kind read them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """What the tokens of a row are."""
-
-    ids: Ids = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    """Empty: the row has no text, or cannot be used."""
-    labels: Ids | None = None
-    """labels[t] is the target at position t - 1; None: the ids."""
-    class_number: int | None = None
-    """The class, for kind classification."""
-    first_length: int | None = None
-    """Of a pair of answers: the tokens of the first one with its prompt, which the ids begin with."""
-    desirable: bool | None = None
-    """Of an answer that is good or not: whether it is good."""
-    cut_tokens: int = 0
-    """Tokens that a text for classification was longer than data.sequence_length."""
-    weights: Weights | None = None
-    """The weight of each token as a target; None: each counts 1."""
-    margin: float | None = None
-    """Of a pair: by how much the first answer should be better; None: the data does not say."""
-    attachments: Attachments | None = None
-    """None: the row is text."""
-
-    @property
-    def targets(self) -> Ids:
-        """Each token as a target."""
-        return self.ids if self.labels is None else self.labels
-
-    def kept(self, most: int) -> int:
-        """Tokens that remain if the document is cut to `most`: of attachments only whole ones."""
-        if self.attachments is None:
-            return min(most, self.ids.size)
-        table, _ = self.attachments
-        return int(min([most, self.ids.size, *table["first"][table["end"] > most][:1]]))
-
-    def attachments_before(self, end: int) -> Attachments | None:
-        """The attachments before this token."""
-        if self.attachments is None:
-            return None
-        table, data = self.attachments
-        return table[table["end"] <= end], data
-
-
-_FIELDS = tuple(each.name for each in fields(Document))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Encoded(Document):
-    """The result for one row."""
-
-    row: Row
-    problem: str = ""
-    """Why the row cannot be used."""
-
-    @classmethod
-    def of(cls, row: Row, document: Document) -> Encoded:
-        """The document of a row."""
-        return cls(row=row, **{name: getattr(document, name) for name in _FIELDS})
-
-    @property
-    def skipped(self) -> dict[str, str]:
-        """For the list of skipped rows."""
-        return {"where": self.row.where, "problem": self.problem}
 
 
 @dataclass(frozen=True)
@@ -204,15 +140,16 @@ class Encoder:
         """The kinds of attachments that rows may have."""
         return [modality.kind for modality in self.modalities]
 
-    def match(self, row: Values) -> Match:
-        """The layout of a row. Raises RowError if none fits, or if a column that changes what the
-        row means is not used."""
+    def match(self, row: Values) -> tuple[Match, Values]:
+        """The layout of a row, and the row with the parts of columns that the recipe names. Raises
+        RowError if no layout fits, or if a column that changes what the row means is not used."""
+        row = with_named_parts(row, self.columns)
         found = match_row(row, self.columns, [self.kind], self.ignored)
         if found is None:
             raise RowError(no_layout(row, self.columns, self.kind, self.ignored))
         if (problem := lost_meaning(row, found, self.ignored, attachments=self.kinds)) is not None:
             raise RowError(problem)
-        return found
+        return found, row
 
     @property
     def reads_arrays(self) -> bool:
@@ -276,52 +213,35 @@ class Encoder:
         unused: gains the columns with content that are not used, each with what it might be. Raises
         RecipeError for a problem of the tokenizer.
         """
-        read_row, encode = _functions(self.kind)
+        kind = _PROMPTED if KINDS[self.kind].answers else _KINDS[self.kind]
         for batch in in_batches(rows, most=batch_rows, size=lambda row: row.size):
             problems, usable = [row.problem for row in batch], []
             for index, row in enumerate(batch):
-                if row.values is not None:
-                    encoder = self
-                    if self.modalities:
-                        of_file = (each.of_file(row.part.name) for each in self.modalities)
-                        encoder = replace(self, modalities=tuple(of_file))
-                    try:
-                        values = with_named_parts(row.values, self.columns)
-                        usable.append(read_row(encoder, values))
-                        if unused is not None:
-                            self.note_unused(values, unused)
-                    except RowError as error:
-                        problems[index] = str(error)
-            encoded = iter(encode(self, usable) if usable else ())
+                if row.values is None:
+                    continue
+                encoder = self
+                if self.modalities:
+                    of_file = (each.of_file(row.part.name) for each in self.modalities)
+                    encoder = replace(self, modalities=tuple(of_file))
+                try:
+                    found, values = encoder.match(row.values)
+                    rest = [*unused_columns(values, found, self.ignored)]
+                    read = kind.read(encoder, found, values)
+                    usable.append(read if kind.render is None else kind.render(encoder, read))
+                except RowError as error:
+                    problems[index] = str(error)
+                    continue
+                for column, value in rest:
+                    if unused is not None and column not in unused:
+                        unused[column] = describe_column(column, value, found)
+            documents = iter(kind.encode(self, usable) if usable else ())
             for row, problem in zip(batch, problems, strict=True):
                 if problem:
                     yield Encoded(row=row, problem=problem)
                 else:
-                    yield Encoded.of(row, next(encoded))
-
-    def note_unused(self, row: Values, unused: dict[str, str]) -> None:
-        """Adds the columns of a row that have content and are not used to `unused`. Raises
-        RowError."""
-        found = self.match(row)
-        for column, value in unused_columns(row, found, self.ignored):
-            if column not in unused:
-                unused[column] = describe_column(column, value, found)
-
-
-def encode_prompt(
-    messages: list[Message], template: ChatTemplate, modalities: Sequence[Modality]
-) -> tuple[Ids, Attachments | None]:
-    """The tokens of a conversation that the assistant continues, and its attachments. Raises
-    RowError."""
-    sources = list[list[Source]]()
-    for modality in modalities:
-        messages, found = place(messages, None, modality, placeholders=False)
-        sources.append(found)
-    rendered = render_prompt(template, messages)
-    for modality, found in zip(modalities, sources, strict=True):
-        rendered = modality.expand(rendered, found)
-    [(ids, _)] = template.tokens([rendered])
-    return ids, _attachments_of(modalities, ids, rendered)
+                    document = next(documents)
+                    known = {each.name: getattr(document, each.name) for each in fields(document)}
+                    yield Encoded(row=row, **known)
 
 
 PromptForm = Literal["messages", "instruction", "text"]
@@ -336,7 +256,7 @@ def prompt_form(encoder: Encoder, parts: Iterable[SourcePart]) -> PromptForm | N
     for row in itertools.islice(encoder.read(parts), _LOOKED_AT):
         with contextlib.suppress(RowError):  # reported when the rows are read
             if row.values is not None:
-                return form_of_row(row.values, encoder.match(row.values))
+                return form_of_row(row.values, encoder.match(row.values)[0])
     return None
 
 
@@ -352,7 +272,7 @@ def form_of_row(row: Mapping[str, Any], found: Match) -> PromptForm:
 def last_question(encoder: Encoder, row: Values) -> str | None:
     """The last turn of the user in a row, or its prompt; None: the row has neither."""
     with contextlib.suppress(RowError):  # as it is read
-        found = encoder.match(row)
+        found, _ = encoder.match(row)
         for role in ("messages", "prompt", "instruction", "chosen", "response"):
             column = found.get(role)
             value = parsed_messages(row.get(column)) if column is not None else None
@@ -420,14 +340,7 @@ def make_encoder(
     )
 
 
-# For each kind: reading the columns of a row, which raises RowError, and encoding a batch
-
-
-def _read_text(encoder: Encoder, row: Values) -> str:
-    return _text(encoder.match(row), row)
-
-
-def _text(found: Match, row: Values) -> str:
+def _read_text(encoder: Encoder, found: Match, row: Values) -> str:
     column = found.columns["text"]
     return encodable(read_value(row, column, str, "text", role="text"), f"column {column!r}")
 
@@ -438,8 +351,7 @@ def _encode_texts(encoder: Encoder, texts: list[str]) -> Iterator[Document]:
         yield Document(_document(tokenizer, ids) if text else ids)
 
 
-def _read_tokens(encoder: Encoder, row: Values) -> Document:
-    found = encoder.match(row)
+def _read_tokens(encoder: Encoder, found: Match, row: Values) -> Document:
     ids = read_integers(row, found.columns["input_ids"])
     if (least := int(ids.min(initial=0))) < 0:
         raise RowError(f"input_ids must not be negative; got {least}")
@@ -459,20 +371,6 @@ def _read_tokens(encoder: Encoder, row: Values) -> Document:
     return Document(ids, counted, weights=weights)
 
 
-def _read_chat(encoder: Encoder, row: Values) -> Rendered:
-    found = encoder.match(row)
-    column = found.columns["messages"]
-    value = read_value(row, column, object, "messages", role="messages")
-    # Texts of a column of that name need not be turns
-    turns = column.lower() != "texts" or encoder.columns.get("messages") == column
-    read = _messages(encoder, value, column, turns=turns)
-    messages = _with_system(encoder, found, row, read)
-    rendered, weights = _render(encoder, found, row, messages), encoder.columns.get("weights")
-    if weights is None:
-        return rendered
-    return replace(rendered, weight=float(read_weights(row, weights)[0]))
-
-
 def _messages(
     encoder: Encoder, value: object, column: str, *, turns: bool = False
 ) -> list[Message]:
@@ -480,121 +378,55 @@ def _messages(
     return read_messages(value, column, turns=turns, attachments=kinds, ignored=ignored)
 
 
-def _with_system(
-    encoder: Encoder, found: Match, row: Values, messages: list[Message]
-) -> list[Message]:
-    column = found.get("system") or "system"
-    value = row.get(column) if "system" in found.columns else None
-    return with_system(messages, value, column, encoder.settings.get("system"))
-
-
-def _template(encoder: Encoder) -> ChatTemplate:
-    values = json.dumps(encoder.settings.get("chat_template_kwargs", {}))
-    return load_template(encoder.tokenizer, encoder.template, encoder.day, values)
-
-
-def _render(
-    encoder: Encoder, found: Match, row: Values, messages: list[Message], loss_from: int = 0
-) -> Rendered:
-    sources = list[list[Source]]()
-    for modality in encoder.modalities:
-        messages, found_sources = _with_attachments(encoder, modality, found, row, messages)
-        sources.append(found_sources)
-    rendered = render(
-        _template(encoder),
-        row,
-        found.get("tools"),
-        messages,
-        loss_from=loss_from,
-        loss_on=encoder.settings.get("loss_on"),
-    )
-    for modality, of_kind in zip(encoder.modalities, sources, strict=True):
-        rendered = modality.expand(rendered, of_kind)
-    return rendered
-
-
-def _with_attachments(
-    encoder: Encoder, modality: Modality, found: Match, row: Values, messages: list[Message]
-) -> tuple[list[Message], list[Source]]:
-    """See `place`. Raises RowError, also if only a column that is not used holds attachments."""
-    nouns, sources = modality.nouns, list[Source]()
-    column = found.get(nouns)
-    given = None if column is None else row.get(column)
-    unused = unused_column_of(modality.kind, row, found, encoder.ignored)
-    try:
-        messages, sources = place(messages, given, modality)
-    except RowError:
-        if unused is None or given:
-            raise
-    if unused is not None and not sources:
-        raise RowError(
-            f"column {unused!r} holds {nouns} by its name, and the run does not see them; "
-            f"{typed(f'data.columns.{nouns}', unused)} reads it, "
-            f"{typed('data.ignore_columns', [*encoder.ignored, unused])} trains without it"
-        )
-    return messages, sources
-
-
-def _encode_chats(encoder: Encoder, batch: list[Rendered]) -> Iterator[Document]:
-    encoded = zip(batch, _encode_rendered(encoder, batch), strict=True)
-    for row, (ids, labels, attachments) in encoded:
-        weights = None if row.weight is None else np.full(len(ids), row.weight, np.float32)
-        yield Document(ids, labels, weights=weights, attachments=attachments)
-
-
-def _encode_rendered(
-    encoder: Encoder, batch: list[Rendered]
-) -> Iterator[tuple[Ids, Ids, Attachments | None]]:
-    """Ids, labels and attachments of conversations. The tokens of an attachment carry no loss."""
-    given = [token for modality in encoder.modalities for token in modality.token_ids]
-    for row, (ids, labels) in zip(batch, _template(encoder).tokens(batch), strict=True):
-        if given:
-            labels = np.where(np.isin(ids, given), np.int32(IGNORED), labels)
-        yield ids, labels, _attachments_of(encoder.modalities, ids, row)
-
-
-def _attachments_of(
-    modalities: Sequence[Modality], ids: Ids, rendered: Rendered
-) -> Attachments | None:
-    """The attachments of a conversation in the document with these ids. Raises RecipeError if they
-    have other tokens than their texts."""
-    if not modalities:
-        return None
-    placed = list[tuple[Placed, int, int]]()
-    for modality in modalities:
-        found = [one for one in rendered.attachments if one.source.kind == modality.kind]
-        at = np.flatnonzero(np.isin(ids, modality.token_ids))
-        ends = np.cumsum([one.tokens for one in found], dtype=np.int64)
-        if len(at) != ends[-1:].sum():
-            what = f"{len(at)} tokens of {modality.nouns}, where the text has {ends[-1:].sum()}"
-            tokenizer = type(hugging_face_tokenizer(modality.processor)).__name__
-            raise RecipeError(f"{modality.nouns}: {tokenizer}: {what}")
-        for one, last in zip(found, ends - 1, strict=True):
-            placed.append((one, int(at[last - one.tokens + 1]), int(at[last]) + 1))
-    return attachment_table(sorted(placed, key=lambda each: each[1]))
+_Answer = Chat | Rendered | tuple[str, str]
+"""A conversation that ends with the answer, as messages and then rendered; or prompt and answer as
+two texts."""
 
 
 @dataclass(frozen=True)
 class _Prompted:
-    """A row with a prompt and answers: each answer after its prompt, rendered or as two texts."""
+    """A row with a prompt and answers."""
 
-    answers: list[Rendered | tuple[str, str]]
+    answers: Sequence[_Answer]
+    columns: list[str]
+    """Those of a pair of answers."""
     margin: float | None = None
     desirable: bool | None = None
     """Whether the answer is a good one, of rows that say so."""
+    reasoning: str | None = None
+    """The column with the reasoning of the answer."""
 
 
-def _read_prompted(encoder: Encoder, row: Values) -> _Prompted:
-    found = encoder.match(row)
+def _read_prompted(encoder: Encoder, found: Match, row: Values) -> _Prompted:
     roles = KINDS[encoder.kind].answers
     if len(roles) == 1:
-        mark = found.get("label")
-        desirable = None if mark is None else read_mark(row, mark)
-        return _Prompted([_read_response(encoder, found, row)], desirable=desirable)
+        mark, reasoning = found.get("label"), found.get("reasoning")
+        return _Prompted(
+            [_read_response(encoder, found, row)],
+            columns=[],
+            desirable=None if mark is None else read_mark(row, mark),
+            reasoning=reasoning if reasoning is not None and row.get(reasoning) else None,
+        )
     row, found = pair_of_answers(row, found, as_turns=encoder.as_turns)
     answers = [_read_answer(encoder, found, row, role) for role in roles]
-    columns = [found.columns[role] for role in roles]
-    return _Prompted(different(answers, *columns), read_margin(row, encoder.columns.get("margin")))
+    margin = read_margin(row, encoder.columns.get("margin"))
+    return _Prompted(answers, [found.columns[role] for role in roles], margin)
+
+
+def _render_prompted(encoder: Encoder, read: _Prompted) -> _Prompted:
+    try:
+        answers = [
+            render(encoder, answer) if isinstance(answer, Chat) else answer
+            for answer in read.answers
+        ]
+    except NotAsServedError as error:
+        if read.reasoning is None:
+            raise
+        without = typed("data.ignore_columns", [read.reasoning])
+        raise RowError(f"{error}; {without} trains without it") from None
+    if read.columns:
+        different(answers, *read.columns)
+    return replace(read, answers=answers)
 
 
 def _encode_prompted(encoder: Encoder, batch: list[_Prompted]) -> Iterator[Document]:
@@ -603,22 +435,19 @@ def _encode_prompted(encoder: Encoder, batch: list[_Prompted]) -> Iterator[Docum
     for row in batch:
         answers = list(itertools.islice(encoded, len(row.answers)))
         if len(answers) == 1:
-            ids, labels, attachments = answers[0]
-            yield Document(ids, labels, desirable=row.desirable, attachments=attachments)
+            yield replace(answers[0], desirable=row.desirable)
             continue
-        all_ids, all_labels, all_attachments = zip(*answers, strict=True)
-        ids, labels = np.concatenate(all_ids), np.concatenate(all_labels)
-        first = len(all_ids[0])
+        first = len(answers[0].ids)
         yield Document(
-            ids,
-            labels,
+            np.concatenate([answer.ids for answer in answers]),
+            np.concatenate([answer.targets for answer in answers]),
             first_length=first,
             margin=row.margin,
-            attachments=join_attachments(all_attachments, [0, first]),
+            attachments=join_attachments([each.attachments for each in answers], [0, first]),
         )
 
 
-def _read_response(encoder: Encoder, found: Match, row: Values) -> Rendered | tuple[str, str]:
+def _read_response(encoder: Encoder, found: Match, row: Values) -> Chat | tuple[str, str]:
     if (calls := found.get("calls")) is not None:
         column = found.columns["instruction"]
         prompt = read_value(row, column, str, "text", role="instruction")
@@ -627,25 +456,21 @@ def _read_response(encoder: Encoder, found: Match, row: Values) -> Rendered | tu
             raise RowError(f"column {calls!r} is empty, so there is nothing to learn from")
         made = read_calls(listed, f"column {calls!r}")
         answer = {"role": "assistant", "content": "", "tool_calls": made}
-        question = _with_system(encoder, found, row, [{"role": "user", "content": prompt}])
-        return _render(encoder, found, row, [*question, answer], loss_from=len(question))
+        question = with_system(encoder, found, row, [{"role": "user", "content": prompt}])
+        return chat_of_row(encoder, found, row, [*question, answer], loss_from=len(question))
     if "response" in found.columns:
         return _read_answer(encoder, found, row, "response")
     column = found.columns["messages"]
-    value = read_value(row, column, object, "messages", role="messages")
-    read = _messages(encoder, value, column, turns=True)
-    messages = _with_system(encoder, found, row, read)
+    messages = read_conversation(encoder, found, row, turns=True)
     if messages[-1]["role"] != "assistant":
         raise RowError(f"column {column!r} must end with the answer, a turn of the assistant")
-    return _render(encoder, found, row, messages, loss_from=len(messages) - 1)
+    return chat_of_row(encoder, found, row, messages, loss_from=len(messages) - 1)
 
 
 _PROMPT, _ANSWER = (str, list), "text or a list of messages"
 
 
-def _read_answer(
-    encoder: Encoder, found: Match, row: Values, role: str
-) -> Rendered | tuple[str, str]:
+def _read_answer(encoder: Encoder, found: Match, row: Values, role: str) -> Chat | tuple[str, str]:
     """A prompt and the response in the column of a role: a conversation, if either is a list of messages, or if
     texts become turns; else two texts, to be joined as they are."""
     column = found.columns[role]
@@ -704,18 +529,11 @@ def _read_answer(
         )
     ]
     asked_now = _turns(encoder, "user", prompt, key)
-    question = _with_system(encoder, found, row, [*earlier, *asked_now])
+    question = with_system(encoder, found, row, [*earlier, *asked_now])
     answer = _turns(encoder, "assistant", response, column)
     if thought:
         answer[-1] = {**answer[-1], "reasoning_content": thought}
-    try:
-        return _render(encoder, found, row, question + answer, loss_from=len(question))
-    except NotAsServedError as error:
-        if not thought:
-            raise
-        raise RowError(
-            f"{error}; {typed('data.ignore_columns', [reasoning])} trains without it"
-        ) from None
+    return chat_of_row(encoder, found, row, question + answer, loss_from=len(question))
 
 
 def _dialogue_before_answer(prompt: str) -> list[Message] | None:
@@ -729,10 +547,8 @@ def _turns(encoder: Encoder, role: str, value: str | list[object], column: str) 
     return _messages(encoder, value, column)
 
 
-def _encode_answers(
-    encoder: Encoder, batch: list[Rendered | tuple[str, str]]
-) -> Iterator[tuple[Ids, Ids, Attachments | None]]:
-    """Ids, labels and attachments of answers, each after its prompt.
+def _encode_answers(encoder: Encoder, batch: list[_Answer]) -> Iterator[Document]:
+    """The answers, each after its prompt.
 
     Prompt and response are tokenized as one text: some tokenizers write the beginning of a text
     differently from its middle. Tokens that hold a part of the response carry loss.
@@ -741,7 +557,7 @@ def _encode_answers(
     for are_rendered, rows in itertools.groupby(batch, lambda answer: isinstance(answer, Rendered)):
         answers: list[Any] = list(rows)
         if are_rendered:
-            yield from _encode_rendered(encoder, answers)
+            yield from encode(encoder, answers)
             continue
         for ids, first in tokenizer.joined(answers):
             document = _document(tokenizer, ids)
@@ -749,12 +565,11 @@ def _encode_answers(
             begun = bool(tokenizer.begin) and ids[:1].tolist() != tokenizer.begin
             if encoder.settings.get("loss_on") != "all":
                 labels[: first + begun] = IGNORED
-            yield document, labels, None
+            yield Document(document, labels)
 
 
-def _read_classification(encoder: Encoder, row: Values) -> tuple[str, int]:
-    found = encoder.match(row)
-    text, column = _text(found, row), found.columns["label"]
+def _read_classification(encoder: Encoder, found: Match, row: Values) -> tuple[str, int]:
+    text, column = _read_text(encoder, found, row), found.columns["label"]
     if not text:
         raise RowError(f"column {found.columns['text']!r} is empty")
     names, value = encoder.labels, read_value(row, column, object, "the label", role="label")
@@ -786,19 +601,26 @@ def _encode_classification(encoder: Encoder, batch: list[tuple[str, int]]) -> li
     return [Document(ids, class_number=number, cut_tokens=cut) for ids, number, cut in rows]
 
 
-_Read = Callable[[Encoder, Values], Any]
-_Encode = Callable[[Encoder, list[Any]], Iterable[Document]]
-_KINDS: dict[schema.DataKind, tuple[_Read, _Encode]] = {
-    "text": (_read_text, _encode_texts),
-    "tokens": (_read_tokens, lambda encoder, batch: batch),
-    "chat": (_read_chat, _encode_chats),
-    "classification": (_read_classification, _encode_classification),
+@dataclass(frozen=True)
+class _Kind:
+    """How rows of a kind become documents."""
+
+    read: Callable[[Encoder, Match, Values], Any]
+    """What the columns of a row hold. Raises RowError."""
+    encode: Callable[[Encoder, list[Any]], Iterable[Document]]
+    """The documents of a batch of what was read."""
+    render: Callable[[Encoder, Any], Any] | None = None
+    """What was read as text, by a chat template. Raises RowError."""
+
+
+_KINDS: dict[schema.DataKind, _Kind] = {
+    "text": _Kind(_read_text, _encode_texts),
+    "tokens": _Kind(_read_tokens, lambda encoder, batch: batch),
+    "chat": _Kind(read_chat, encode, render),
+    "classification": _Kind(_read_classification, _encode_classification),
 }
-
-
-def _functions(kind: schema.DataKind) -> tuple[_Read, _Encode]:
-    """How rows of a kind are read and encoded."""
-    return (_read_prompted, _encode_prompted) if KINDS[kind].answers else _KINDS[kind]
+_PROMPTED = _Kind(_read_prompted, _encode_prompted, _render_prompted)
+"""Of all kinds with a prompt and answers."""
 
 
 def _document(tokenizer: Tokenizer, ids: Ids) -> Ids:
@@ -806,3 +628,24 @@ def _document(tokenizer: Tokenizer, ids: Ids) -> Ids:
     begin = [] if ids[:1].tolist() == tokenizer.begin else tokenizer.begin
     end = [] if ids[-1:].tolist() == [tokenizer.end] else [tokenizer.end]
     return np.concatenate([np.array(begin, np.int32), ids, np.array(end, np.int32)])
+
+
+def render_text(
+    row: Values,
+    tools_column: str | None,
+    prompt: str,
+    response: str,
+    *,
+    system_column: str | None,
+    default: str | None,
+) -> tuple[str, str]:
+    """Prompt and response as they are, the prompt after the system prompt of the row's column, or
+    else after the default one. Raises RowError."""
+    if tools_column is not None and read_tools(row.get(tools_column), tools_column):
+        raise RowError(unused_tools(tools_column, "text is trained on without a chat template"))
+    system = default
+    if system_column is not None:
+        system = read_text(row.get(system_column), system_column) or default
+    prompt = f"{system}\n\n{prompt}" if system else prompt
+    encodable(prompt + response, "prompt or response")
+    return prompt, response

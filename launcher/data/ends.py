@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from launcher.data.encoder import Encoder, make_encoder, prompt_format
 from launcher.data.messages import Message
-from launcher.data.template_marks import variables
+from launcher.data.template_source import variables
 from launcher.data.tokenizer import hugging_face_tokenizer, load_tokenizer
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema

@@ -16,10 +16,9 @@ import numpy.typing as npt
 
 from launcher.data.attachments import Placed
 from launcher.data.chat_template import Rendered
-from launcher.data.messages import RowError
 from launcher.data.modality import Arrays
 from launcher.data.tokenizer import hugging_face_tokenizer
-from launcher.errors import RecipeError, first_line
+from launcher.errors import RecipeError, RowError, first_line
 from launcher.sources.hub import model_folder
 
 if TYPE_CHECKING:

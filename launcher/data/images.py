@@ -16,11 +16,11 @@ import numpy.typing as npt
 from launcher.data.attachments import Attachment, Source
 from launcher.data.chat_template import Rendered
 from launcher.data.image_processor import ImageProcessor, load_processor
-from launcher.data.messages import Message, RowError
+from launcher.data.messages import Message
 from launcher.data.modality import Arrays, Modality
 from launcher.data.placing import source_of
 from launcher.data.tokenizer_files import PROCESSOR_FILES, read_json
-from launcher.errors import RecipeError, first_line
+from launcher.errors import RecipeError, RowError, first_line
 from launcher.recipe import schema
 from launcher.sources.hub import model_folder
 

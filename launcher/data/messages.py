@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from launcher.recipe.layouts import ATTACHMENTS, BESIDE_TEXT, nouns_of, typed
+from launcher.data.columns import read_list, read_text, read_weights
+from launcher.data.placing import is_part_of, lacks_file, place, place_of_row, placeholder_of
+from launcher.errors import RowError
+from launcher.recipe.layouts import (
+    ATTACHMENTS,
+    BESIDE_TEXT,
+    Match,
+    nouns_of,
+    typed,
+)
+from launcher.sources.rows import Values
+
+if TYPE_CHECKING:
+    from launcher.data.attachments import Source
+    from launcher.data.encoder import Encoder
+    from launcher.data.modality import Modality
 
 Message = dict[str, Any]
 """Role, content, and whatever else the data set gives it."""
@@ -44,27 +61,117 @@ _NUMBERS = re.compile(
     re.IGNORECASE,
 )
 """Names of keys whose numbers say nothing about loss."""
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-_THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
-_PLACEHOLDER = "Qz7aZq"
-"""Begins texts that no row holds."""
-_BESIDE_CONTENT = ("tool_calls", "function_call", *_REASONING)
+REASONING = ("reasoning_content", "reasoning", "thinking")
+_BESIDE_CONTENT = ("tool_calls", "function_call", *REASONING)
 
 
-class RowError(ValueError):
-    """A problem of a row. The message does not say which row."""
+@dataclass(frozen=True)
+class Form:
+    """The messages of a conversation in a form in which templates take calls of tools."""
+
+    messages: list[Message]
+    arguments: list[dict[str, Any]]
+    """Of the calls, as far as Python prints them otherwise than JSON."""
 
 
-class RefusedError(RowError):
-    """The chat template refuses a conversation."""
+@dataclass(frozen=True)
+class Chat:
+    """A conversation for a chat template, which renders the first form that it does not refuse."""
+
+    forms: list[Form]
+    tools: list[object] | None
+    loss: Literal["answers", "all", "none"]
+    """What carries loss: answers of the assistant; all tokens; or none, of a conversation that the
+    assistant continues."""
+    learned: Sequence[int] = ()
+    """The indices of the answers that carry loss."""
+    tools_column: str | None = None
+    attached: Sequence[tuple[Modality, list[Source]]] = ()
+    """The attachments of each kind that rows may have, in the order of their places."""
+    weight: float | None = None
+    """Of each token with loss (data.weights_column); None: 1."""
 
 
-class LeftOutError(RefusedError):
-    """The chat template leaves out a tool call or an answer."""
+def read_chat(encoder: Encoder, found: Match, row: Values) -> Chat:
+    """The conversation of a row of kind chat. Raises RowError."""
+    column = found.columns["messages"]
+    # Texts of a column of that name need not be turns
+    turns = column.lower() != "texts" or encoder.columns.get("messages") == column
+    messages = read_conversation(encoder, found, row, turns=turns)
+    weights = encoder.columns.get("weights")
+    weight = None if weights is None else float(read_weights(row, weights)[0])
+    return chat_of_row(encoder, found, row, messages, weight=weight)
 
 
-class NotAsServedError(RowError):
-    """A turn that the template shows otherwise than the model must produce it."""
+def read_conversation(encoder: Encoder, found: Match, row: Values, *, turns: bool) -> list[Message]:
+    """The messages of a row, after its system prompt. turns: see `read_messages`. Raises
+    RowError."""
+    column = found.columns["messages"]
+    if (value := row.get(column)) is None:
+        raise RowError(f"column {column!r} is empty (null); it must hold messages")
+    kinds, ignored = encoder.kinds, encoder.ignored
+    messages = read_messages(value, column, turns=turns, attachments=kinds, ignored=ignored)
+    return with_system(encoder, found, row, messages)
+
+
+def chat_of_row(
+    encoder: Encoder,
+    found: Match,
+    row: Values,
+    messages: list[Message],
+    *,
+    loss_from: int = 0,
+    weight: float | None = None,
+) -> Chat:
+    """The messages with the attachments and tools of their row. loss_from: the index of the first
+    message that may carry loss. Raises RowError."""
+    attached = []
+    for modality in encoder.modalities:
+        messages, sources = place_of_row(messages, row, found, modality, encoder.ignored)
+        attached.append((modality, sources))
+    column = found.get("tools")
+    tools = None if column is None else read_tools(row.get(column), column)
+    loss_on = encoder.settings.get("loss_on")
+    chat = chat_of(messages, tools, loss_from=loss_from, loss_on=loss_on)
+    return replace(chat, tools_column=column, attached=attached, weight=weight)
+
+
+def chat_of(
+    messages: list[Message],
+    tools: list[object] | None = None,
+    *,
+    loss_from: int = 0,
+    loss_on: str | None = None,
+) -> Chat:
+    """The conversation, with loss as data.loss_on says; None: the default. Raises RowError if a
+    message is wrong, or if there is nothing to learn."""
+    answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
+    if loss_on == "last":
+        loss_from = max([loss_from, *answers])
+    refuse_empty_answers(messages, loss_from)
+    forms = _forms(messages)
+    silent = [at for at, message in enumerate(messages) if not message.get("loss", True)]
+    if loss_on == "all":
+        if silent:
+            what = f"message {silent[0] + 1} is to carry no loss, but data.loss_on is all"
+            raise RowError(what)
+        return Chat(forms, tools, loss="all")
+    wanted = [at for at in answers if at >= loss_from]
+    learned = [at for at in wanted if at not in silent]
+    if not learned:
+        what = "no assistant turn carries loss" if wanted else "no assistant turn"
+        raise RowError(f"{what}, so nothing to learn from")
+    return Chat(forms, tools, loss="answers", learned=learned)
+
+
+def prompt_of(messages: list[Message], modalities: Sequence[Modality] = ()) -> Chat:
+    """A conversation that the assistant continues. The text of a placeholder is no attachment. Raises
+    RowError."""
+    attached = []
+    for modality in modalities:
+        messages, sources = place(messages, None, modality, placeholders=False)
+        attached.append((modality, sources))
+    return Chat(_forms(messages), None, loss="none", attached=attached)
 
 
 def read_messages(
@@ -287,31 +394,9 @@ def _with_own_attachments(message: Message, what: str, kind: str) -> Message:
         raise RowError(f"{what}: has {len(values)} {nouns}, and its text shows {len(places)}")
     if not places:
         return {**message, "content": [*({"type": kind, kind: v} for v in values), *parts]}
-    for place, value in zip(places, values, strict=True):
-        parts[place] = {"type": kind, kind: value}
+    for at, value in zip(places, values, strict=True):
+        parts[at] = {"type": kind, kind: value}
     return {**message, "content": parts}
-
-
-def placeholder_of(kind: str) -> str:
-    """Stands in a text for an attachment of the row's column (LLaVA, ShareGPT, LLaMA-Factory)."""
-    return f"<{kind}>"
-
-
-def part_keys(kind: str) -> tuple[str, ...]:
-    """Keys of a part, or of an object inside it, that may hold its attachment."""
-    own = (kind, f"{kind}_url")
-    return ("bytes", *own, "url", "path", "value", "source", "base64", "data")
-
-
-def is_part_of(part: object, kind: str) -> bool:
-    """Whether a part of a message's content is an attachment of this kind."""
-    types = (kind, f"{kind}_url", f"input_{kind}")
-    return isinstance(part, dict) and part.get("type") in types
-
-
-def lacks_file(part: object, kind: str) -> bool:
-    """Whether a part that is an attachment waits for one of another place of the row."""
-    return isinstance(part, dict) and all(part.get(key) is None for key in part_keys(kind))
 
 
 def _with_parts(
@@ -356,7 +441,7 @@ def _with_parts(
         raise RowError(f"{what}: {_only(attachments)}; got parts of the types {others}")
     content = texts if any(isinstance(part, dict) for part in texts) else "".join(map(str, texts))
     made = {**message, "content": content}
-    if thoughts and not any(made.get(key) for key in _REASONING):
+    if thoughts and not any(made.get(key) for key in REASONING):
         made["reasoning_content"] = "\n\n".join(thoughts)
     if calls:
         made["tool_calls"] = calls
@@ -448,6 +533,12 @@ def read_tools(value: object, column: str = "tools") -> list[object] | None:
     return None if tools is None else [_described(tool) for tool in tools]
 
 
+def unused_tools(column: str | None, why: str) -> str:
+    """The problem of a row whose tools the model would not see."""
+    hint = f"set data.chat_template to one that reads them, or {typed('data.ignore_columns', [column])}"
+    return f"the model would not see the row's tools: {why}; {hint}"
+
+
 def _described(tool: object) -> object:
     bare = isinstance(tool, dict) and "name" in tool and "function" not in tool
     if isinstance(tool, dict) and bare and tool.get("type", "function") == "function":
@@ -456,25 +547,13 @@ def _described(tool: object) -> object:
     return tool
 
 
-def read_list(value: object, where: str) -> list[object] | None:
-    """A list, or a list as JSON; None or an empty text: there is none. Raises RowError."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise RowError(f"{where} is not JSON: {error}") from None
-    if not value:
-        return None
-    if not isinstance(value, list):
-        raise RowError(f"{where} must hold a list; got {type(value).__name__}")
-    return value
-
-
 def with_system(
-    messages: list[Message], value: object, column: str, default: str | None
+    encoder: Encoder, found: Match, row: Values, messages: list[Message]
 ) -> list[Message]:
-    """The messages after the system prompt of a row's column, or else after the default one if they
+    """The messages after the system prompt of the row's column, or else after the default one if they
     have none. Raises RowError."""
+    column, default = found.get("system") or "system", encoder.settings.get("system")
+    value = row.get(column) if "system" in found.columns else None
     if isinstance(value, dict):  # Gemini's systemInstruction
         value = value.get("parts", value.get("content"))
     if isinstance(value, list) and value:
@@ -490,13 +569,6 @@ def with_system(
     return messages
 
 
-def read_text(value: object, column: str) -> str:
-    """The text of an optional column, which may be null. Raises RowError."""
-    if not isinstance(value, str | None):
-        raise RowError(f"column {column!r} must hold text; got {type(value).__name__}")
-    return value or ""
-
-
 def read_history(value: object) -> list[tuple[str, str]]:
     """Alpaca's `history`: the earlier questions and answers, a list or a list as JSON."""
     rounds = []
@@ -508,6 +580,50 @@ def read_history(value: object) -> list[tuple[str, str]]:
                 form = "a list of pairs of texts, [question, answer]"
                 raise RowError(f"column 'history' must hold {form}")
     return rounds
+
+
+def _forms(messages: list[Message]) -> list[Form]:
+    """The forms in which templates take tool calls. Some (DeepSeek's) take the arguments only as
+    text, or see the calls only in messages without content. Mistral's want ids of nine letters."""
+    parsed, forms = parse_arguments(messages), list[list[Message]]()
+    for form in (parsed, write_arguments(messages)):
+        bare = [
+            {**message, "content": None}
+            if message.get("tool_calls") and not message["content"]
+            else message
+            for message in form
+        ]
+        forms += [each for each in (form, bare) if each not in forms]
+    if any(message.get("tool_calls") for message in parsed):
+        forms.append(_with_ids(parsed))
+    return [
+        Form(form, [one for one in arguments_of(form) if repr(one) != to_json(one)])
+        for form in forms
+    ]
+
+
+def _with_ids(messages: list[Message]) -> list[Message]:
+    """The messages with other ids of tool calls, of nine letters and digits. Results without an id
+    belong to the calls in their order."""
+    made, open_calls, changed = dict[str, str](), list[str](), list[Message]()
+    for number, message in enumerate(messages):
+        if calls := message.get("tool_calls"):
+            numbered = []
+            for at, call in enumerate(calls):
+                text = json.dumps([number, at, call], sort_keys=True, default=str)
+                own = hashlib.sha256(text.encode()).hexdigest()[:9]
+                made[str(call.get("id"))] = own
+                open_calls.append(own)
+                numbered.append({**call, "id": own})
+            message = {**message, "tool_calls": numbered}
+        elif message["role"] == "tool" and open_calls:
+            given = message.get("tool_call_id")
+            known = made.get(str(given)) if given else None
+            own = known if known in open_calls else open_calls[0]
+            open_calls.remove(own)
+            message = {**message, "tool_call_id": own}
+        changed.append(message)
+    return changed
 
 
 def parse_arguments(messages: list[Message]) -> list[Message]:
@@ -609,16 +725,6 @@ def refuse_empty_answers(messages: list[Message], loss_from: int) -> None:
             )
 
 
-def encodable(text: str, where: str) -> str:
-    """The text. Raises RowError if it is not valid Unicode."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        what = "holds half a surrogate pair (\\ud800 to \\udfff), which is no character"
-        raise RowError(f"{where} {what}") from None
-    return text
-
-
 def instruction(parts: dict[str, object], rounds: list[tuple[str, str]], *, headings: bool) -> str:
     """Instruction and input as one prompt. parts: their values, or null, by the names of their
     columns, the instruction first. headings: in Alpaca's form, after earlier rounds."""
@@ -634,106 +740,3 @@ def instruction(parts: dict[str, object], rounds: list[tuple[str, str]], *, head
     before = [f"### Instruction:\n{asked}\n\n### Response:\n{told}" for asked, told in rounds]
     own = [f"### {name}:\n{text}" for name, text in shown]
     return "\n\n".join([*before, *own, "### Response:\n"])
-
-
-def thought_of(message: Message) -> tuple[str, str]:
-    """The reasoning of a message, and its content without it. Empty: there is none."""
-    content = message["content"] or ""
-    thought = _THOUGHT.match(content)
-    if thought:
-        return thought[1].strip("\n"), content[thought.end() :]
-    reasoning = (message[key] for key in _REASONING if message.get(key))
-    return str(next(reasoning, "")).strip("\n"), content
-
-
-def with_opening_marks(messages: list[Message]) -> list[Message]:
-    """The messages with the `<think>` that is missing in answers to a generation prompt that ended
-    in it."""
-    return [
-        {**message, "content": _with_opening_mark(message["content"])}
-        if message["role"] == "assistant" and isinstance(message["content"], str)
-        else message
-        for message in messages
-    ]
-
-
-def _with_opening_mark(content: str) -> str:
-    thought, mark, _ = content.partition("</think>")
-    quoted = thought.endswith(("`", "'", '"'))
-    if not mark or quoted or "<think>" in thought:
-        return content
-    return "<think>" + "\n" * thought.endswith("\n") + content
-
-
-def check_mentions(message: Message, written: str, what: str) -> None:
-    """Raises NotAsServedError if the template takes a text that mentions `</think>` for reasoning."""
-    content = message["content"]
-    if not isinstance(content, str) or "</think>" not in content or _THOUGHT.match(content):
-        return
-    if content.strip() not in written:
-        raise NotAsServedError(
-            f"{what}: the chat template takes the text before </think> for reasoning; begin it with "
-            "<think> if it is, or set data.chat_template to a template that does not"
-        )
-
-
-def may_lose(message: Message) -> bool:
-    """Whether templates leave out texts of such a message: reasoning, or content beside calls."""
-    thought, said = thought_of(message)
-    calls = message.get("tool_calls") or message.get("function_call")
-    return bool(thought.strip() or (calls and said.strip()))
-
-
-def with_placeholders(messages: list[Message]) -> list[Message]:
-    """The messages with a placeholder for each reasoning and content of the assistant."""
-    probes = []
-    for number, message in enumerate(messages):
-        probe = dict(message)
-        if message["role"] == "assistant":
-            _, said = thought_of(message)
-            thought_there, said_there = _placeholders(number)
-            probe |= {key: thought_there for key in _REASONING if message.get(key)}
-            if said.strip():
-                probe["content"] = said_there
-            if _THOUGHT.match(message["content"] or ""):
-                answer = f"\n\n{said_there}" if said.strip() else ""
-                probe["content"] = f"<think>\n{thought_there}\n</think>{answer}"
-        probes.append(probe)
-    return probes
-
-
-def _placeholders(number: int) -> tuple[str, str]:
-    return f"{_PLACEHOLDER}{number}t", f"{_PLACEHOLDER}{number}c"
-
-
-def check_calls(message: Message, written: str, what: str) -> None:
-    """Raises LeftOutError if tool calls are missing in what the template writes for a message."""
-    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    names = [call.get("name") for call in [*calls, message.get("function_call") or {}]]
-    for name in filter(None, names):
-        if written.count(str(name)) < names.count(name):
-            hint = "set data.chat_template to a template that renders it"
-            raise LeftOutError(f"{what}: the chat template leaves out a tool call ({name}); {hint}")
-
-
-def check_texts(message: Message, number: int, written: str, what: str) -> None:
-    """Raises NotAsServedError if the template leaves out reasoning, or text beside tool calls, and
-    LeftOutError if it leaves out an answer. `written` is what it writes for the message of this
-    index in `with_placeholders`."""
-    thought, said = thought_of(message)
-    thought_there, said_there = _placeholders(number)
-    if thought.strip() and thought_there not in written:
-        raise NotAsServedError(
-            f"{what}: the chat template leaves out its reasoning, so the model would learn to "
-            "answer without it; end the row with this turn, or set data.chat_template to a "
-            "template that renders it"
-        )
-    if said.strip() and said_there not in written and not may_lose(message):
-        hint = "set data.chat_template to a template that renders it"
-        raise LeftOutError(f"{what}: the chat template leaves out its content; {hint}")
-    if said.strip() and said_there not in written:
-        raise NotAsServedError(
-            f"{what}: the chat template leaves out the text beside its tool calls, so the model "
-            "would learn to call without it; end the row with this turn, remove the text, or set "
-            "data.chat_template to a template that renders it"
-        )

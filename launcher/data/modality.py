@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from launcher.data.attachments import Attachment, Source
-from launcher.data.chat_template import Rendered
 from launcher.data.messages import Message
 from launcher.recipe.layouts import ATTACHMENTS
 
 if TYPE_CHECKING:
+    from launcher.data.chat_template import Rendered
     from launcher.models.tower_inputs import TowerInputs
 
 Arrays = dict[str, npt.NDArray[Any]]

@@ -6,7 +6,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from launcher.data.messages import Message, RowError, dialogue, parsed_messages
+from launcher.data.messages import Message, dialogue, parsed_messages
+from launcher.errors import RowError
 from launcher.recipe.layouts import Match
 from launcher.sources.rows import Values
 

@@ -11,26 +11,45 @@ import binascii
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from launcher.data.attachments import Source
-from launcher.data.messages import (
-    Message,
-    RowError,
-    encodable,
-    is_part_of,
-    lacks_file,
-    part_keys,
-    placeholder_of,
-)
-from launcher.data.modality import Modality
-from launcher.recipe.layouts import with_article
+from launcher.data.columns import encodable
+from launcher.errors import RowError
+from launcher.recipe.layouts import Match, typed, unused_column_of, with_article
+from launcher.sources.rows import Values
+
+if TYPE_CHECKING:
+    from launcher.data.messages import Message
+    from launcher.data.modality import Modality
 
 _BASE64 = ("base64", "data")
 """Keys whose values are base64."""
+
+
+def placeholder_of(kind: str) -> str:
+    """Stands in a text for an attachment of the row's column (LLaVA, ShareGPT, LLaMA-Factory)."""
+    return f"<{kind}>"
+
+
+def part_keys(kind: str) -> tuple[str, ...]:
+    """Keys of a part, or of an object inside it, that may hold its attachment."""
+    own = (kind, f"{kind}_url")
+    return ("bytes", *own, "url", "path", "value", "source", "base64", "data")
+
+
+def is_part_of(part: object, kind: str) -> bool:
+    """Whether a part of a message's content is an attachment of this kind."""
+    types = (kind, f"{kind}_url", f"input_{kind}")
+    return isinstance(part, dict) and part.get("type") in types
+
+
+def lacks_file(part: object, kind: str) -> bool:
+    """Whether a part that is an attachment waits for one of another place of the row."""
+    return isinstance(part, dict) and all(part.get(key) is None for key in part_keys(kind))
 
 
 def source_of(value: object, modality: Modality) -> Source:
@@ -164,6 +183,33 @@ def place(
         if message["role"] == "assistant" and not isinstance(message["content"], str | None):
             raise RowError(f"message {number}: the assistant cannot answer with {one}")
     return made, sources
+
+
+def place_of_row(
+    messages: list[Message],
+    row: Values,
+    found: Match,
+    modality: Modality,
+    ignored: Collection[str],
+) -> tuple[list[Message], list[Source]]:
+    """`place` with the row's column of attachments. Raises RowError, also if only a column that is not
+    used holds attachments. ignored: data.ignore_columns."""
+    nouns, sources = modality.nouns, list["Source"]()
+    column = found.get(nouns)
+    given = None if column is None else row.get(column)
+    unused = unused_column_of(modality.kind, row, found, ignored)
+    try:
+        messages, sources = place(messages, given, modality)
+    except RowError:
+        if unused is None or given:
+            raise
+    if unused is not None and not sources:
+        raise RowError(
+            f"column {unused!r} holds {nouns} by its name, and the run does not see them; "
+            f"{typed(f'data.columns.{nouns}', unused)} reads it, "
+            f"{typed('data.ignore_columns', [*ignored, unused])} trains without it"
+        )
+    return messages, sources
 
 
 def _listed(column: object) -> list[object]:

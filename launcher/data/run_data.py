@@ -24,7 +24,6 @@ from launcher.data.batching import (
     StreamOrder,
     make_batch_sampler,
 )
-from launcher.data.chat_template import read_template
 from launcher.data.collation import raise_error
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import MapData, MixtureDataset, SampleMaker, SequenceDataset
@@ -41,6 +40,7 @@ from launcher.data.loader import (
 )
 from launcher.data.opening import make_order, open_dataset
 from launcher.data.streaming import ShardPosition, StreamingDataset
+from launcher.data.template_source import read_template
 from launcher.data.token_store import ModelTraits
 from launcher.data.tokenizer import (
     ALPACA_TEMPLATE,

@@ -44,15 +44,15 @@ from launcher.data.collation import (
     make_sample,
 )
 from launcher.data.dataset import SampleMaker
-from launcher.data.encoder import Encoded, Encoder, PromptForm, prompt_form
-from launcher.data.messages import RowError
+from launcher.data.documents import Encoded
+from launcher.data.encoder import Encoder, PromptForm, prompt_form
 from launcher.data.packing import first_names, no_targets
 from launcher.data.token_store import ModelTraits, check_range, one_document
 from launcher.distributed.rank_layout import RankLayout
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, RowError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
-from launcher.recipe.layouts import KINDS, unused_line
+from launcher.recipe.layouts import KINDS, describe_column, unused_columns, unused_line
 from launcher.sources.finding import content_sample
 from launcher.sources.hub import load_data_set
 from launcher.sources.ranges import split
@@ -452,7 +452,9 @@ class StreamingDataset(IterableDataset[Collated | Unreadable]):
         part = next((part for part in parts if part.form in _DIVIDED), None)
         for row in itertools.islice(read_rows(part), _LOOKED_AT) if part is not None else ():
             with contextlib.suppress(RowError):  # reported when the row is read
-                self.encoder.note_unused(row.values or {}, unused)
+                found, values = self.encoder.match(row.values or {})
+                for column, value in unused_columns(values, found, self.encoder.ignored):
+                    unused.setdefault(column, describe_column(column, value, found))
         return unused
 
 

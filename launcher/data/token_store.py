@@ -38,8 +38,8 @@ from launcher.data.attachment_inputs import MODALITIES, TEXT_ALONE, ModelAttachm
 from launcher.data.attachments import ATTACHMENT, Attachment, Attachments, join_attachments
 from launcher.data.collation import RowInputs
 from launcher.data.columns import Weights
+from launcher.data.documents import Encoded
 from launcher.data.encoder import (
-    Encoded,
     Encoder,
     PromptForm,
     last_question,
@@ -657,6 +657,7 @@ def store_rows(rows: list[Encoded], files: Mapping[str, int] | None = None) -> T
     skipped = [row.skipped for row in rows if row.problem]
     documents = [row for row in rows if row.ids.size]
     labelled = any(row.labels is not None for row in documents)
+    targets = [row.ids if row.labels is None else row.labels for row in documents]
     weights = [row.weights for row in documents if row.weights is not None]
     offsets = np.cumsum([0, *(row.ids.size for row in documents)], dtype=np.int64)
     origins = None
@@ -667,7 +668,7 @@ def store_rows(rows: list[Encoded], files: Mapping[str, int] | None = None) -> T
     table, data = (None, None) if attachments is None else attachments
     return TokenStore(
         ids=_joined([row.ids for row in documents]),
-        labels=_joined([row.targets for row in documents]) if labelled else None,
+        labels=_joined(targets) if labelled else None,
         offsets=offsets,
         classes=_column([row.class_number for row in documents], np.int32),
         first_lengths=_column([row.first_length for row in documents], np.int32),
@@ -679,7 +680,7 @@ def store_rows(rows: list[Encoded], files: Mapping[str, int] | None = None) -> T
         attachment_data=None if data is None else np.frombuffer(data, dtype=np.uint8),
         skipped=skipped,
         largest_id=max(
-            (int(ids.max(initial=-1)) for row in documents for ids in (row.ids, row.targets)),
+            (int(ids.max(initial=-1)) for ids in (*(row.ids for row in documents), *targets)),
             default=-1,
         ),
         empty=len(rows) - len(skipped) - len(documents),

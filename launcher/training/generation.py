@@ -17,11 +17,10 @@ import torch.distributed as dist
 
 from launcher.data.dataset import SequenceDataset
 from launcher.data.loader import to_device
-from launcher.data.messages import RowError
 from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.rank_layout import RankLayout
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, RowError
 from launcher.models.context_parallel import whole_rows
 from launcher.models.hugging_face_files import end_ids
 from launcher.models.micro_batch import IGNORED

@@ -16,17 +16,17 @@ from launcher.data.chat_template import ChatTemplate
 from launcher.data.encoder import make_encoder
 from launcher.data.ends import stop_token_ids
 from launcher.data.messages import (
-    RowError,
+    chat_of,
     parse_arguments,
+    prompt_of,
     read_messages,
     read_tools,
     refuse_empty_answers,
 )
-from launcher.data.rendering import render, render_prompt
-from launcher.data.template_marks import uses_tools
+from launcher.data.template_source import uses_tools
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.data.tokenizer_files import KeptTokenizer
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, RowError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.sources.finding import file_part
@@ -150,7 +150,8 @@ def dialogue(*contents):
 
 def encoded(tokenizer, template, messages, tools=None, loss_from=0):
     chat = ChatTemplate(tokenizer, "it", template)
-    return chat.tokens([chat.render(messages, tools, loss_from=loss_from)])[0]
+    [document] = chat.encode([chat.render(chat_of(messages, tools, loss_from=loss_from))])
+    return document.ids, document.labels
 
 
 def loss_texts(tokenizer, template, messages, **more):
@@ -511,8 +512,7 @@ def test_stock_templates_write_arguments_as_json(tmp_path):
         read = read_messages(messages, "messages")
         chat = ChatTemplate(tokenizer, file.name, template)
         try:
-            options = {"loss_from": 0, "loss_on": None}
-            text = render(chat, {}, None, read, **options).text
+            text = chat.render(chat_of(read)).text
         except RowError as error:
             if "as Python does" in str(error) and "gemma4" not in file.name:
                 wrong.append(f"{file.name}: {error}")
@@ -544,7 +544,7 @@ def test_stock_templates():
         ):
             chat = ChatTemplate(tokenizer, file.name, template)
             try:
-                rendered = chat.render(messages, None)
+                rendered = chat.render(chat_of(messages))
             except RowError as error:
                 if "System role not supported" not in str(error):
                     wrong.append(f"{file.name}: {error}")
@@ -740,7 +740,7 @@ def test_the_message_about_another_prompt_names_the_switch():
     chat = ChatTemplate(
         bpe_tokenizer(), "it", without_marks(EMPTY), values={"enable_thinking": True}
     )
-    rendered = chat.render(dialogue("a", "yes", "b", "no"), None)
+    rendered = chat.render(chat_of(dialogue("a", "yes", "b", "no")))
     assert len(rendered.turns) == 2
 
 
@@ -1533,16 +1533,16 @@ def test_prompts_and_other_texts_take_calls_as_rows_do():
     asked, called = calling_maybe(WRITTEN)
     messages = [{**asked, "content": "[maybe(x=None)]"}, called, *dialogue("b")]
     chat = ChatTemplate(bpe_tokenizer(), "t", printed)
-    text = render_prompt(chat, messages).text
+    text = chat.render(prompt_of(messages)).text
     assert WRITTEN in text
     assert text.endswith("b<|end|><|begin|>assistant\n")
-    assert render(chat, {}, None, messages, loss_from=0, loss_on=None).text in text
+    assert chat.render(chat_of(messages)).text in text
 
 
 def test_prompts_open_thoughts_as_rows_do():
     opens = without_marks(CHATML).replace("assistant\n' }}{% endif %}", "assistant\n<think>' }}{% endif %}")  # fmt: skip
     chat = ChatTemplate(bpe_tokenizer(), "t", opens)
-    text = render_prompt(chat, dialogue("a", "what</think>yes", "b")).text
+    text = chat.render(prompt_of(dialogue("a", "what</think>yes", "b"))).text
     assert "<think>what</think>yes" in text
 
 

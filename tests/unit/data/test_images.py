@@ -28,11 +28,10 @@ from launcher.data.encoder import make_encoder
 from launcher.data.held_out import copy_documents
 from launcher.data.image_processor import load_processor
 from launcher.data.images import ImageSource, RowImages
-from launcher.data.messages import RowError
 from launcher.data.placing import source_of
 from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelTraits, open_store
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, RowError
 from launcher.models.micro_batch import IGNORED, RowPart
 from launcher.models.tower_inputs import PatchGrid, TowerInputs
 from launcher.objectives.next_token import NextToken

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from launcher.data.chat_template import ChatTemplate, read_template
+from launcher.data.chat_template import ChatTemplate
 from launcher.data.encoder import make_encoder
 from launcher.data.ends import stop_token_ids
-from launcher.data.messages import RowError
+from launcher.data.messages import chat_of
 from launcher.data.run_data import tokenizer_to_keep, trained_prompts
+from launcher.data.template_source import read_template
 from launcher.data.tokenizer import ExtendedName
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, RowError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe.schema import Data, Model
 from launcher.recipe.template_names import NAMED_TEMPLATES, template_file, template_problem
@@ -147,10 +148,10 @@ def test_no_message_is_left_out(name):
     refusals = "no place for the role|must alternate"
     for messages in ([*CHAT[:2], tool, *CHAT[2:]], [*CHAT[:3], later, *CHAT[3:]]):
         if name == "mistral_v7_tekken" and later in messages:
-            assert "[SYSTEM_PROMPT]more" in chat.render(messages, None).text
+            assert "[SYSTEM_PROMPT]more" in chat.render(chat_of(messages)).text
             continue
         with pytest.raises(RowError, match=refusals):
-            chat.render(messages, None)
+            chat.render(chat_of(messages))
 
 
 def test_names_of_other_tools_are_known():

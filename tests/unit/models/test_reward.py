@@ -11,9 +11,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from launcher.data.batching import NO_SAMPLE
 from launcher.data.columns import read_margin
-from launcher.data.messages import RowError
 from launcher.data.token_store import open_store
-from launcher.errors import RecipeError
+from launcher.errors import RecipeError, RowError
 from launcher.models.attention import VARLEN, varlen_attention
 from launcher.models.micro_batch import IGNORED
 from launcher.models.predictions import logits

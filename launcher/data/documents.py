@@ -1,0 +1,69 @@
+"""The results for rows: token ids with what belongs to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from launcher.data.attachments import Attachments
+from launcher.data.columns import Weights
+from launcher.data.tokenizer import Ids
+from launcher.sources.rows import Row
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What the tokens of a row are."""
+
+    ids: Ids = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    """Empty: the row has no text, or cannot be used."""
+    labels: Ids | None = None
+    """labels[t] is the target at position t - 1; None: the ids."""
+    class_number: int | None = None
+    """The class, for kind classification."""
+    first_length: int | None = None
+    """Of a pair of answers: the tokens of the first one with its prompt, which the ids begin with."""
+    desirable: bool | None = None
+    """Of an answer that is good or not: whether it is good."""
+    cut_tokens: int = 0
+    """Tokens that a text for classification was longer than data.sequence_length."""
+    weights: Weights | None = None
+    """The weight of each token as a target; None: each counts 1."""
+    margin: float | None = None
+    """Of a pair: by how much the first answer should be better; None: the data does not say."""
+    attachments: Attachments | None = None
+    """None: the row is text."""
+
+    @property
+    def targets(self) -> Ids:
+        """Each token as a target."""
+        return self.ids if self.labels is None else self.labels
+
+    def kept(self, most: int) -> int:
+        """Tokens that remain if the document is cut to `most`: of attachments only whole ones."""
+        if self.attachments is None:
+            return min(most, self.ids.size)
+        table, _ = self.attachments
+        return int(min([most, self.ids.size, *table["first"][table["end"] > most][:1]]))
+
+    def attachments_before(self, end: int) -> Attachments | None:
+        """The attachments before this token."""
+        if self.attachments is None:
+            return None
+        table, data = self.attachments
+        return table[table["end"] <= end], data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded(Document):
+    """The result for one row."""
+
+    row: Row
+    problem: str = ""
+    """Why the row cannot be used."""
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """For the list of skipped rows."""
+        return {"where": self.row.where, "problem": self.problem}
