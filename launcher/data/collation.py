@@ -174,6 +174,8 @@ class RowInputs:
             part=self.part,
             width_multiple=self.width_multiple,
         )
+        if not self.attachments.modalities:
+            return made
         micro_batch, operations = self.attachments.attached(made.micro_batch, rows, self.part)
         return replace(made, micro_batch=micro_batch, tower_operations=operations)
 

@@ -80,11 +80,14 @@ class SequenceDataset:
         return len(self.sequences)
 
     def __getitem__(self, index: Index) -> Sample:
-        """See the objective. An index may count on through the epochs if the objective draws.
-        `error`: why the sample cannot be read. Several indices: one row of these samples."""
+        """The sample of an index, as the objective makes it. If the objective draws at random, index
+        n + len(self) is the same row in the next epoch. Of several indices: one row of their samples. A
+        sample whose attachment cannot be read has the problem as its `error`."""
         if isinstance(index, tuple):
             return joined_row([self[each] for each in index or (NO_SAMPLE,)], self.inputs)
         sample = self.objective.sample(self, index)
+        if not self.inputs.attachments.modalities:
+            return sample
         try:
             return self.inputs.attachments.complete(sample, self.store, self.pieces(index))
         except RowError as error:

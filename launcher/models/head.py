@@ -26,7 +26,7 @@ from launcher.libraries.private import mark_dynamic
 from launcher.models.adapted import base_layer, weights_adapted_in
 from launcher.models.description import embeddings, text_config
 from launcher.models.linear_chunks import chunks_of, linear_gradients, logits_of
-from launcher.models.micro_batch import IGNORED
+from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.models.record import record_of
 from launcher.models.shards import local_part
 
@@ -351,9 +351,15 @@ class Head:
 
     # Questions
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """(tokens, vocabulary), transformed."""
-        return self._transform(self._logits(hidden))
+    def logits(self, hidden: torch.Tensor, *, at: torch.Tensor | None = None) -> torch.Tensor:
+        """(tokens, vocabulary), transformed, of all tokens or those at these places."""
+        return self._transform(self._logits(hidden if at is None else hidden[at]))
+
+    def losses(
+        self, hidden: torch.Tensor, *, micro_batch: MicroBatch, reduction: Literal["sum", "none"]
+    ) -> torch.Tensor:
+        """`cross_entropies` of the targets at the positions of a micro-batch."""
+        return self.cross_entropies(*_at_positions(hidden, micro_batch), reduction)
 
     def cross_entropies(
         self,
@@ -372,9 +378,11 @@ class Head:
         return losses.view(-1, 1)
 
     def function(
-        self, hidden: torch.Tensor, targets: torch.Tensor, function: HeadFunction
+        self, hidden: torch.Tensor, *, micro_batch: MicroBatch, function: HeadFunction
     ) -> torch.Tensor:
-        """What the function returns of the inputs, weight and bias of the layer, (tokens, ...)."""
+        """What the function returns of the inputs, weight and bias of the layer, at the positions of a
+        micro-batch: (positions, ...)."""
+        hidden, targets = _at_positions(hidden, micro_batch)
         return function(*_linear(self._layer, hidden), targets, self._chunking(targets, "none"))
 
     @property
@@ -395,6 +403,16 @@ class Head:
 
 Question = Callable[[Head, torch.Tensor], torch.Tensor]
 """question(head, hidden): (tokens, columns) of hidden states (tokens, features)."""
+
+
+def _at_positions(
+    hidden: torch.Tensor, micro_batch: MicroBatch
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The hidden states and the targets at the positions."""
+    assert micro_batch.targets is not None
+    if micro_batch.positions is not None:
+        hidden = hidden.index_select(0, micro_batch.positions)
+    return hidden, micro_batch.at_positions(micro_batch.targets)
 
 
 def _cross_entropy(

@@ -31,7 +31,7 @@ def cross_entropies(
     """The cross-entropies of the targets at the positions, 0 where IGNORED: (positions,), or their
     sum, float32."""
     if (head := record_of(model).head) is not None:
-        question = partial(_losses, micro_batch=micro_batch, reduction=reduction)
+        question = partial(Head.losses, micro_batch=micro_batch, reduction=reduction)
         value, outputs = head.ask(model, micro_batch.inputs, question)
         return Predicted(value.sum() if reduction == "sum" else value[:, 0], outputs)
     targets, outputs = micro_batch.targets, _with_logits(model, micro_batch.inputs)
@@ -45,11 +45,9 @@ def cross_entropies(
 
 def of_head(model: nn.Module, micro_batch: MicroBatch, function: HeadFunction) -> Predicted:
     """What a function of the head returns of the positions. The model must have a `Head`."""
-    head, question = (
-        record_of(model).head,
-        partial(_function, micro_batch=micro_batch, function=function),
-    )
+    head = record_of(model).head
     assert head is not None
+    question = partial(Head.function, micro_batch=micro_batch, function=function)
     return Predicted(*head.ask(model, micro_batch.inputs, question))
 
 
@@ -58,7 +56,7 @@ def logits(
 ) -> torch.Tensor:
     """(rows, tokens, vocabulary), or those at these places of the flattened rows."""
     if (head := record_of(model).head) is not None:
-        asked: torch.Tensor = head.ask(model, inputs, partial(_logits, at=at))[0]
+        asked: torch.Tensor = head.ask(model, inputs, partial(Head.logits, at=at))[0]
         rows = inputs["input_ids"].shape
         return asked.view(*rows, -1) if at is None else asked
     if at is None:
@@ -69,30 +67,6 @@ def logits(
         kept = _logits_of(_with_logits(model, {**inputs, "logits_to_keep": columns}))
         return kept[rows, torch.arange(len(at), device=at.device)]
     return _logits_of(_with_logits(model, inputs))[rows, columns]
-
-
-def _losses(
-    head: Head, hidden: torch.Tensor, *, micro_batch: MicroBatch, reduction: Literal["sum", "none"]
-) -> torch.Tensor:
-    return head.cross_entropies(*_chosen(hidden, micro_batch), reduction)
-
-
-def _function(
-    head: Head, hidden: torch.Tensor, *, micro_batch: MicroBatch, function: HeadFunction
-) -> torch.Tensor:
-    return head.function(*_chosen(hidden, micro_batch), function)
-
-
-def _logits(head: Head, hidden: torch.Tensor, *, at: torch.Tensor | None) -> torch.Tensor:
-    return head.logits(hidden if at is None else hidden[at])
-
-
-def _chosen(hidden: torch.Tensor, micro_batch: MicroBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """The hidden states and the targets at the positions."""
-    assert micro_batch.targets is not None
-    if micro_batch.positions is not None:
-        hidden = hidden.index_select(0, micro_batch.positions)
-    return hidden, micro_batch.at_positions(micro_batch.targets)
 
 
 def _logits_of(outputs: Any) -> torch.Tensor:
