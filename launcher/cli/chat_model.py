@@ -6,7 +6,6 @@ command: its arguments and the terminal.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from launcher.checkpoint.export import (
     recipe_of,
 )
 from launcher.data.attachment_inputs import MODALITIES, ModelAttachments, own_attachments
-from launcher.data.chat_template import ChatTemplate, load_template
+from launcher.data.chat_template import ChatTemplate, template_of
 from launcher.data.collation import RowInputs
 from launcher.data.encoder import make_encoder
 from launcher.data.loader import to_device
@@ -258,8 +257,7 @@ def _template_of(data: schema.Data, tokenizer: str, written: str | None) -> Chat
     """written: the template that the run trained with, if it is not the tokenizer's own."""
     # Without the file of the template, which may have moved
     encoder = make_encoder("chat", replace(data, chat_template=None), tokenizer=tokenizer)
-    values = json.dumps(encoder.settings.get("chat_template_kwargs", {}))
-    day = encoder.day
     if written is not None:
         day = (data.date or today()) if uses_date(written) else None
-    return load_template(tokenizer, written, day, values)
+        encoder = replace(encoder, template=written, day=day)
+    return template_of(encoder)

@@ -52,6 +52,8 @@ _SWITCHES = ("enable_thinking", "thinking")
 """Variables of templates that choose between generation prompts."""
 _PLACEHOLDER = "Qz7aZq"
 """Begins texts that no row holds."""
+_LEFT_OUT = "the chat template leaves out"
+_MEND = "set data.chat_template to a template that renders it"
 _THOUGHTS = {
     "<think>": "</think>",
     "[THINK]": "[/THINK]",
@@ -64,11 +66,7 @@ _BEGUN_TAG = re.compile(r"[<\[][^<>\[\]\s]*$")
 
 
 class RefusedError(RowError):
-    """The chat template refuses a conversation."""
-
-
-class LeftOutError(RefusedError):
-    """The chat template leaves out a tool call or an answer."""
+    """The chat template refuses a conversation, or leaves out a call or an answer."""
 
 
 class NotAsServedError(RowError):
@@ -106,7 +104,7 @@ class Turn:
     end: int
     includes_end: bool
     """Whether the part has the tokens that end the turn already, or must not get one. Otherwise
-    `ChatTemplate.tokens` adds what ends the turn."""
+    `ChatTemplate.encode` adds what ends the turn."""
     ending: str | None = None
     """The token that ends the turn if the conversation ends with it; None: the eos_token."""
 
@@ -142,30 +140,27 @@ class Rendered:
         return replace(self, text=text, turns=turns, attachments=(*self.attachments, *attachments))
 
 
+def template_of(encoder: Encoder) -> ChatTemplate:
+    """The chat template of rows. Raises RecipeError if none can be used."""
+    values = json.dumps(encoder.settings.get("chat_template_kwargs", {}))
+    assert encoder.tokenizer is not None
+    return _load(encoder.tokenizer, encoder.template, encoder.day, values)
+
+
 @functools.lru_cache(maxsize=4)
-def load_template(
-    tokenizer: str | None, template: str | None, day: str | None, values: str
-) -> ChatTemplate:
-    """template: None: the tokenizer's own. day: YYYY-MM-DD, for templates that print one. values:
-    JSON of data.chat_template_kwargs. Raises RecipeError if no template can be used."""
-    assert tokenizer is not None
+def _load(tokenizer: str, template: str | None, day: str | None, values: str) -> ChatTemplate:
     loaded = hugging_face_tokenizer(tokenizer)
     return ChatTemplate(loaded, tokenizer, template, day=day, values=json.loads(values))
 
 
-def _template_of(encoder: Encoder) -> ChatTemplate:
-    values = json.dumps(encoder.settings.get("chat_template_kwargs", {}))
-    return load_template(encoder.tokenizer, encoder.template, encoder.day, values)
-
-
 def render(encoder: Encoder, chat: Chat) -> Rendered:
     """See `ChatTemplate.render`."""
-    return _template_of(encoder).render(chat)
+    return template_of(encoder).render(chat)
 
 
 def encode(encoder: Encoder, batch: list[Rendered]) -> list[Document]:
     """See `ChatTemplate.encode`."""
-    return _template_of(encoder).encode(batch, encoder.modalities)
+    return template_of(encoder).encode(batch, encoder.modalities)
 
 
 class ChatTemplate:
@@ -271,18 +266,20 @@ class ChatTemplate:
 
     def _render(self, chat: Chat, messages: list[Message]) -> Rendered:
         messages = self._opened(messages, chat.tools)
+        if chat.loss == "answers":
+            return self._render_answers(messages, chat.tools, chat.learned)
         if chat.loss == "none":
             text = self.apply(messages, chat.tools, add_generation_prompt=True)
             return Rendered(text, [], closed=False)
-        if chat.loss == "all":
-            return self._render_all(messages, chat.tools)
-        return self._render_answers(messages, chat.tools, chat.learned)
+        text = self.apply(messages, chat.tools)
+        for number, message in enumerate(messages, start=1):
+            _check_calls(message, text, f"message {number}")
+        begin, end = self.closing(text, 0, len(text))
+        closed = messages[-1]["role"] == "assistant"
+        return Rendered(text, [Turn(0, len(text), includes_end=begin < end)], closed)
 
     def _render_answers(
-        self,
-        messages: list[Message],
-        tools: list[object] | None,
-        learned: Sequence[int],
+        self, messages: list[Message], tools: list[object] | None, learned: Sequence[int]
     ) -> Rendered:
         """learned: the indices of the messages that carry loss."""
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -330,15 +327,6 @@ class ChatTemplate:
             self.note("unlearned", f"turns without loss, such as this {problem} (docs/data.md)")
         return Rendered(text, list(learned_turns.values()), closed and last in learned_turns)
 
-    def _render_all(self, messages: list[Message], tools: list[object] | None) -> Rendered:
-        """With loss on every token."""
-        text = self.apply(messages, tools)
-        for number, message in enumerate(messages, start=1):
-            check_calls(message, text, f"message {number}")
-        begin, end = self.closing(text, 0, len(text))
-        closed = messages[-1]["role"] == "assistant"
-        return Rendered(text, [Turn(0, len(text), includes_end=begin < end)], closed)
-
     def note(self, subject: str, text: str) -> None:
         """Logs the first note of this subject."""
         if subject not in self._noted:
@@ -348,7 +336,7 @@ class ChatTemplate:
     def _opened(self, messages: list[Message], tools: list[object] | None) -> list[Message]:
         """The messages with `<think>` where a server left it out: a generation prompt that ends in
         it."""
-        opened = with_opening_marks(messages)
+        opened = [_opened(message) for message in messages]
         if opened == messages:
             return messages
         if (known := bool(tools)) not in self._opens:
@@ -393,20 +381,6 @@ class ChatTemplate:
         offsets: list[Span],
         modalities: Sequence[Modality],
     ) -> Document:
-        ids, labels = self._labelled(rendered, token_ids, offsets)
-        weights = None
-        if rendered.weight is not None:
-            weights = np.full(len(ids), rendered.weight, np.float32)
-        if not modalities:
-            return Document(ids, labels, weights=weights)
-        attached = [token for modality in modalities for token in modality.token_ids]
-        labels = np.where(np.isin(ids, attached), np.int32(IGNORED), labels)
-        attachments = _attachments_of(modalities, ids, rendered)
-        return Document(ids, labels, weights=weights, attachments=attachments)
-
-    def _labelled(
-        self, rendered: Rendered, token_ids: list[int], offsets: list[Span]
-    ) -> tuple[Ids, Ids]:
         ids = np.array(token_ids, dtype=np.int32)
         ends = np.maximum.accumulate(np.array([end for _, end in offsets], dtype=np.int64))
         # Some tokenizers leave white space out of the offsets, so a token starts where the one
@@ -429,7 +403,15 @@ class ChatTemplate:
                 end = self._end if turn.ending is None else self._id(turn.ending)
                 ids, learned = np.append(ids, np.int32(end)), np.append(learned, True)
                 learned[after:] = True
-        return ids, np.where(learned, ids, np.int32(IGNORED)).astype(np.int32)
+        labels = np.where(learned, ids, np.int32(IGNORED)).astype(np.int32)
+        weights = attachments = None
+        if rendered.weight is not None:
+            weights = np.full(len(ids), rendered.weight, np.float32)
+        if modalities:
+            attached = [token for modality in modalities for token in modality.token_ids]
+            labels = np.where(np.isin(ids, attached), np.int32(IGNORED), labels)
+            attachments = _attachments_of(modalities, ids, rendered)
+        return Document(ids, labels, weights=weights, attachments=attachments)
 
     @property
     def _end(self) -> int:
@@ -504,12 +486,19 @@ class ChatTemplate:
             raise RefusedError(what) from None
         return str(texts[0])
 
-    def layout(self, messages: list[Message], tools: list[object] | None, **options: Any) -> Layout:
-        """The rendered text with the parts of its messages, as far as they are known. Raises
-        RowError."""
+    def layout(
+        self,
+        messages: list[Message],
+        tools: list[object] | None,
+        *,
+        by_parts: bool = True,
+        **options: Any,
+    ) -> Layout:
+        """The rendered text with the parts of its messages, as far as they are known, unless
+        by_parts is false. Raises RowError."""
         text, source = self.apply(messages, tools, **options), self.source(tools)
         numbered = [{**message, MESSAGE_NUMBER: at} for at, message in enumerate(messages)]
-        for loops in (True, False):
+        for loops in (True, False) if by_parts else ():
             with_them = with_marks(source, loops=loops)
             try:
                 marked = self.apply(numbered, tools, source=with_them, **options)
@@ -519,12 +508,6 @@ class ChatTemplate:
             if layout.text == text:
                 return layout
         return Layout(text)
-
-    def text_alone(
-        self, messages: list[Message], tools: list[object] | None, **options: Any
-    ) -> Layout:
-        """As `layout`, without the parts of the messages."""
-        return Layout(self.apply(messages, tools, **options))
 
     def probe(self, messages: list[Message], tools: list[object] | None, like: Layout) -> Layout:
         """The layout of other messages with the marks of a known one. Raises RowError."""
@@ -642,20 +625,45 @@ class _Conversation:
         )
 
     def _check_complete(self, index: int, written: str) -> None:
+        """Raises NotAsServedError if the template leaves out reasoning or text beside calls, and
+        RefusedError if it leaves out a call or an answer. written: what it writes for a message."""
         message, what = self._messages[index], f"message {index + 1}"
-        check_calls(message, written, what)
-        check_mentions(message, written, what)
-        if not may_lose(message) and (message["content"] or "").strip() in written:
+        _check_calls(message, written, what)
+        content = (message["content"] or "").strip()
+        shown = content in written
+        if "</think>" in content and not _THOUGHT.match(content) and not shown:
+            raise NotAsServedError(
+                f"{what}: the chat template takes the text before </think> for reasoning; begin it "
+                "with <think> if it is, or set data.chat_template to a template that does not"
+            )
+        thought, said = (text.strip() for text in _thought_of(message))
+        calls = message.get("tool_calls") or message.get("function_call")
+        may_lose = thought or (calls and said)
+        if shown and not may_lose:
             return
         if self._probe is None:
-            probes = with_placeholders(self._messages)
+            probes = _with_placeholders(self._messages)
             try:
                 self._probe = self._template.probe(probes, self._tools, self._layout)
             except RowError:  # it refuses the placeholders
                 self._probe = Layout("")
-        if self._probe.text:
-            first, last = self._probe.messages.get(index, (0, len(self._probe.text)))
-            check_texts(message, index, self._probe.text[first:last], what)
+        if not self._probe.text:
+            return
+        first, last = self._probe.messages.get(index, (0, len(self._probe.text)))
+        probed = self._probe.text[first:last]
+        thought_there, said_there = _placeholders(index)
+        if thought and thought_there not in probed:
+            raise NotAsServedError(
+                f"{what}: {_LEFT_OUT} its reasoning, so the model would learn to answer without it; "
+                f"end the row with this turn, or {_MEND}"
+            )
+        if said and said_there not in probed:
+            if not may_lose:
+                raise RefusedError(f"{what}: {_LEFT_OUT} its content; {_MEND}")
+            raise NotAsServedError(
+                f"{what}: {_LEFT_OUT} the text beside its tool calls, so the model would learn to call "
+                f"without it; end the row with this turn, remove the text, or {_MEND}"
+            )
 
     def _prompt(self, index: int, written: str) -> int:
         """Length of the generation prompt, which begins what the template writes for a message."""
@@ -695,7 +703,7 @@ class _Conversation:
         """by_parts: after the last message; otherwise, with half the renderings, what the text has
         more than without a generation prompt."""
         before = self._messages[:index] or [{"role": "user", "content": "a"}]
-        read = self._template.layout if by_parts else self._template.text_alone
+        read = functools.partial(self._template.layout, by_parts=by_parts)
         try:
             bare = read(before, self._tools)
             full = read(before, self._tools, add_generation_prompt=True, **options)
@@ -768,7 +776,7 @@ class _Conversation:
             return None
         written = self._layout.text[slice(*part)]
         try:
-            check_calls(message, written, f"message {index + 1}")
+            _check_calls(message, written, f"message {index + 1}")
             full = self._template.apply(
                 self._messages[:index], self._tools, add_generation_prompt=True
             )
@@ -776,7 +784,7 @@ class _Conversation:
             return None
         prompts = [*self._generation_prompts(index), ""]
         prompt = max(prompts, key=lambda prompt: len(_common(prompt, written)))
-        thought, said = thought_of(message)
+        thought, said = _thought_of(message)
         mark = next((mark for mark in _THOUGHTS if prompt.rstrip().endswith(mark)), None)
         if not full.endswith(prompt):
             return None
@@ -811,6 +819,19 @@ class _Conversation:
         text = full + answer
         closing, end = self._template.closing(text, len(full), len(text))
         return text, Turn(len(full), end, includes_end=closing < end)
+
+
+def _opened(message: Message) -> Message:
+    """The message with the `<think>` that is missing in an answer to a generation prompt that ended
+    in it."""
+    content = message["content"]
+    if message["role"] != "assistant" or not isinstance(content, str):
+        return message
+    thought, mark, _ = content.partition("</think>")
+    quoted = thought.endswith(("`", "'", '"'))
+    if not mark or quoted or "<think>" in thought:
+        return message
+    return {**message, "content": "<think>" + "\n" * thought.endswith("\n") + content}
 
 
 def _with_parts(messages: list[Message]) -> list[Message]:
@@ -965,7 +986,7 @@ def read_marks(marked: str, source: str) -> Layout:
 _THOUGHT = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
-def thought_of(message: Message) -> tuple[str, str]:
+def _thought_of(message: Message) -> tuple[str, str]:
     """The reasoning of a message, and its content without it. Empty: there is none."""
     content = message["content"] or ""
     thought = _THOUGHT.match(content)
@@ -975,51 +996,13 @@ def thought_of(message: Message) -> tuple[str, str]:
     return str(next(reasoning, "")).strip("\n"), content
 
 
-def with_opening_marks(messages: list[Message]) -> list[Message]:
-    """The messages with the `<think>` that is missing in answers to a generation prompt that ended
-    in it."""
-    return [
-        {**message, "content": _with_opening_mark(message["content"])}
-        if message["role"] == "assistant" and isinstance(message["content"], str)
-        else message
-        for message in messages
-    ]
-
-
-def _with_opening_mark(content: str) -> str:
-    thought, mark, _ = content.partition("</think>")
-    quoted = thought.endswith(("`", "'", '"'))
-    if not mark or quoted or "<think>" in thought:
-        return content
-    return "<think>" + "\n" * thought.endswith("\n") + content
-
-
-def check_mentions(message: Message, written: str, what: str) -> None:
-    """Raises NotAsServedError if the template takes a text that mentions `</think>` for reasoning."""
-    content = message["content"]
-    if not isinstance(content, str) or "</think>" not in content or _THOUGHT.match(content):
-        return
-    if content.strip() not in written:
-        raise NotAsServedError(
-            f"{what}: the chat template takes the text before </think> for reasoning; begin it with "
-            "<think> if it is, or set data.chat_template to a template that does not"
-        )
-
-
-def may_lose(message: Message) -> bool:
-    """Whether templates leave out texts of such a message: reasoning, or content beside calls."""
-    thought, said = thought_of(message)
-    calls = message.get("tool_calls") or message.get("function_call")
-    return bool(thought.strip() or (calls and said.strip()))
-
-
-def with_placeholders(messages: list[Message]) -> list[Message]:
+def _with_placeholders(messages: list[Message]) -> list[Message]:
     """The messages with a placeholder for each reasoning and content of the assistant."""
     probes = []
     for number, message in enumerate(messages):
         probe = dict(message)
         if message["role"] == "assistant":
-            _, said = thought_of(message)
+            _, said = _thought_of(message)
             thought_there, said_there = _placeholders(number)
             probe |= {key: thought_there for key in REASONING if message.get(key)}
             if said.strip():
@@ -1035,37 +1018,13 @@ def _placeholders(number: int) -> tuple[str, str]:
     return f"{_PLACEHOLDER}{number}t", f"{_PLACEHOLDER}{number}c"
 
 
-def check_calls(message: Message, written: str, what: str) -> None:
-    """Raises LeftOutError if tool calls are missing in what the template writes for a message."""
+def _check_calls(message: Message, written: str, what: str) -> None:
+    """Raises RefusedError if calls are missing in what the template writes for a message."""
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     names = [call.get("name") for call in [*calls, message.get("function_call") or {}]]
     for name in filter(None, names):
         if written.count(str(name)) < names.count(name):
-            hint = "set data.chat_template to a template that renders it"
-            raise LeftOutError(f"{what}: the chat template leaves out a tool call ({name}); {hint}")
-
-
-def check_texts(message: Message, number: int, written: str, what: str) -> None:
-    """Raises NotAsServedError if the template leaves out reasoning, or text beside tool calls, and
-    LeftOutError if it leaves out an answer. `written` is what it writes for the message of this
-    index in `with_placeholders`."""
-    thought, said = thought_of(message)
-    thought_there, said_there = _placeholders(number)
-    if thought.strip() and thought_there not in written:
-        raise NotAsServedError(
-            f"{what}: the chat template leaves out its reasoning, so the model would learn to "
-            "answer without it; end the row with this turn, or set data.chat_template to a "
-            "template that renders it"
-        )
-    if said.strip() and said_there not in written and not may_lose(message):
-        hint = "set data.chat_template to a template that renders it"
-        raise LeftOutError(f"{what}: the chat template leaves out its content; {hint}")
-    if said.strip() and said_there not in written:
-        raise NotAsServedError(
-            f"{what}: the chat template leaves out the text beside its tool calls, so the model "
-            "would learn to call without it; end the row with this turn, remove the text, or set "
-            "data.chat_template to a template that renders it"
-        )
+            raise RefusedError(f"{what}: {_LEFT_OUT} a tool call ({name}); {_MEND}")
 
 
 # The forms in which templates take calls of tools

@@ -12,15 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from launcher.data.attachments import (
-    join_attachments,
-)
-from launcher.data.chat_template import (
-    NotAsServedError,
-    Rendered,
-    encode,
-    render,
-)
+from launcher.data.attachments import join_attachments
+from launcher.data.chat_template import NotAsServedError, Rendered, encode, render
 from launcher.data.columns import (
     described,
     encodable,
@@ -512,21 +505,11 @@ def _read_answer(encoder: Encoder, found: Match, row: Values, role: str) -> Chat
             raise RowError(
                 f"column {reasoning!r} {what}, or {typed('data.ignore_columns', [reasoning])}"
             )
-        return render_text(
-            row,
-            found.get("tools"),
-            prompt,
-            response,
-            system_column=found.get("system"),
-            default=encoder.settings.get("system"),
-        )
+        return _as_texts(encoder, found, row, prompt, response)
     earlier = [
-        turn
+        {"role": role, "content": text}
         for asked, answered in rounds
-        for turn in (
-            *_turns(encoder, "user", asked, key),
-            *_turns(encoder, "assistant", answered, column),
-        )
+        for role, text in (("user", asked), ("assistant", answered))
     ]
     asked_now = _turns(encoder, "user", prompt, key)
     question = with_system(encoder, found, row, [*earlier, *asked_now])
@@ -534,6 +517,20 @@ def _read_answer(encoder: Encoder, found: Match, row: Values, role: str) -> Chat
     if thought:
         answer[-1] = {**answer[-1], "reasoning_content": thought}
     return chat_of_row(encoder, found, row, question + answer, loss_from=len(question))
+
+
+def _as_texts(
+    encoder: Encoder, found: Match, row: Values, prompt: str, response: str
+) -> tuple[str, str]:
+    """Prompt and response as they are, the prompt after the system prompt."""
+    column, system = found.get("tools"), encoder.settings.get("system")
+    if column is not None and read_tools(row.get(column), column):
+        raise RowError(unused_tools(column, "text is trained on without a chat template"))
+    if (column := found.get("system")) is not None:
+        system = read_text(row.get(column), column) or system
+    prompt = f"{system}\n\n{prompt}" if system else prompt
+    encodable(prompt + response, "prompt or response")
+    return prompt, response
 
 
 def _dialogue_before_answer(prompt: str) -> list[Message] | None:
@@ -628,24 +625,3 @@ def _document(tokenizer: Tokenizer, ids: Ids) -> Ids:
     begin = [] if ids[:1].tolist() == tokenizer.begin else tokenizer.begin
     end = [] if ids[-1:].tolist() == [tokenizer.end] else [tokenizer.end]
     return np.concatenate([np.array(begin, np.int32), ids, np.array(end, np.int32)])
-
-
-def render_text(
-    row: Values,
-    tools_column: str | None,
-    prompt: str,
-    response: str,
-    *,
-    system_column: str | None,
-    default: str | None,
-) -> tuple[str, str]:
-    """Prompt and response as they are, the prompt after the system prompt of the row's column, or
-    else after the default one. Raises RowError."""
-    if tools_column is not None and read_tools(row.get(tools_column), tools_column):
-        raise RowError(unused_tools(tools_column, "text is trained on without a chat template"))
-    system = default
-    if system_column is not None:
-        system = read_text(row.get(system_column), system_column) or default
-    prompt = f"{system}\n\n{prompt}" if system else prompt
-    encodable(prompt + response, "prompt or response")
-    return prompt, response
