@@ -35,7 +35,8 @@ class Decision:
     needs: Literal["recipe", "rows", "machine", "model"]
     """The last fact that must be known."""
     kept_on_resume: bool
-    """Whether a run that resumes takes the values of its checkpoint, where it can."""
+    """Whether a run that resumes takes the values of its checkpoint. Those of COMPILE and COLLECTIVES
+    may be impossible there, so their functions see to it."""
     choose: Callable[[Recipe, Facts], tuple[Recipe, str | Choices] | None]
     """The recipe with values in place of `auto`, and the reason, or the choices with a reason each.
     None: there is nothing to choose, or it cannot be chosen."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -28,6 +28,7 @@ from launcher.planner.decisions import (
     COMPILE,
     SEARCH,
     SIZES,
+    Decision,
     choices_text,
     needing,
     overrides_of,
@@ -38,8 +39,7 @@ from launcher.planner.facts import Facts, Profiles, Rows
 from launcher.planner.machine import Machine, known_machine
 from launcher.planner.plan import estimated_plan
 from launcher.planner.sizes import count_rows, open_stores, sizes_text, why_not_counted
-from launcher.recipe.combinations import value_of
-from launcher.recipe.decisions import Choices, open_sizes, with_recorded, with_value
+from launcher.recipe.decisions import Choices, with_value
 from launcher.recipe.load import to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.reliability.run_directory import RunFolder
@@ -147,18 +147,22 @@ def _least(sizes: Sequence[int | None]) -> int | None:
 def resolve_by_rows(
     recipe: Recipe, *, start: ResumePoint, ranks: RankLayout, run: RunFolder, build: bool
 ) -> Recipe:
-    """The recipe with rank 0's choice in place of each size that is `auto`; every rank must call
-    this. A resumed run keeps the sizes of its checkpoint. Writes the recipe to RUN_DIR/recipe.yaml.
+    """The recipe with rank 0's choice in place of `auto` in the keys that depend on the recipe or its
+    rows; every rank must call this. A resumed run keeps what its decisions keep of the checkpoint.
+    Writes the recipe to RUN_DIR/recipe.yaml.
 
     build: tokenize what is not cached (one process of a node). Raises RecipeError.
     """
-    if not open_sizes(recipe):
+    decisions = needing("recipe", "rows")
+    if not any(decision.open(recipe) for decision in decisions):
         return recipe
     earlier = from_rank_0(recorded_recipe(run, start) if ranks.rank == 0 else {}, ranks.group)
     if earlier:
-        resumed = with_recorded(recipe, earlier)
-        _write(resumed, ranks, run)  # the start wrote `auto`
-        return resumed
+        recipe = _with_recorded(recipe, earlier, decisions)
+        decisions = [decision for decision in decisions if not decision.kept_on_resume]
+        if not any(decision.open(recipe) for decision in decisions):
+            _write(recipe, ranks, run)  # the start wrote `auto`
+            return recipe
     rows: Rows | str | None = None
     if SIZES.open(recipe):
         rows = why_not_counted(recipe)
@@ -168,12 +172,10 @@ def resolve_by_rows(
             for _ in open_stores(recipe, build=build):
                 pass
     facts = Facts(ranks=ranks.size, rows=rows)
-    sized, chosen = _on_rank_0(lambda: resolve(recipe, facts, needing("recipe", "rows")), ranks)
+    _, chosen = _on_rank_0(lambda: resolve(recipe, facts, decisions), ranks)
     if ranks.rank == 0:
         logger.info(sizes_text(rows, chosen))
-    # This rank's own folders, caches and loader processes, with rank 0's sizes
-    for key in open_sizes(recipe):
-        recipe = with_value(recipe, key, value_of(sized, key))
+    recipe = _with_choices(recipe, chosen)
     _write(recipe, ranks, run)
     return recipe
 
@@ -195,6 +197,16 @@ def resolve_by_machine(
         lines = "".join(f"\n      {override}" for override in overrides_of(choices))
         logger.info(f"auto: {why}{lines}")
         recipe = _with_own(chosen, recipe)
+    others = [decision for decision in needing("machine") if decision not in (COMPILE, SEARCH)]
+    if any(decision.open(recipe) for decision in others):
+        earlier = from_rank_0(recorded_recipe(run, start) if ranks.rank == 0 else {}, ranks.group)
+        recipe = _with_recorded(recipe, earlier, others)
+        others = [each for each in others if not (earlier and each.kept_on_resume)]
+        facts = Facts(ranks=ranks.size, machine=machine, events=run.read_events())
+        _, every = _on_rank_0(lambda: resolve(recipe, facts, others), ranks)
+        for choices in every:
+            logger.info(f"auto: {choices_text(choices)}")
+        recipe = _with_choices(recipe, every)
     if recipe is not written:
         _write(recipe, ranks, run)
     return recipe
@@ -281,6 +293,27 @@ def _on_rank_0(decide: Callable[[], Answer], ranks: RankLayout) -> Answer:
     if isinstance(answer, Exception):
         raise answer
     return cast(Answer, answer)
+
+
+def _with_recorded(
+    recipe: Recipe, earlier: Mapping[str, Any], decisions: Iterable[Decision]
+) -> Recipe:
+    """The recipe with the values of another, given as plain values, in place of each `auto` that a run
+    keeps when it resumes."""
+    for decision in decisions:
+        for key in decision.open(recipe) if decision.kept_on_resume else ():
+            section, _, name = key.partition(".")
+            if name in (earlier.get(section) or {}):
+                recipe = with_value(recipe, key, earlier[section][name])
+    return recipe
+
+
+def _with_choices(recipe: Recipe, chosen: Iterable[Choices]) -> Recipe:
+    """This rank's recipe, with its own folders, caches and loader processes, and rank 0's choices."""
+    for choices in chosen:
+        for key, choice in choices.items():
+            recipe = with_value(recipe, key, choice.value)
+    return recipe
 
 
 def _with_own(chosen: Recipe, own: Recipe) -> Recipe:
