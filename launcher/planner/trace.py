@@ -268,7 +268,7 @@ class _Observer:
         self._workspaces = CUBLAS_WORKSPACES if device == "cuda" else 0
         self._buckets: list[torch.Tensor] = getattr(wrapped.root, "buckets", [])
         self._pinned = offload.pin_memory if offload and offloads_parameters(offload) else None
-        self._tracker, self._optimizer = tracker, optimizer
+        self._tracker, self._wrapped, self._optimizer = tracker, wrapped, optimizer
         self.trained = [p for p in wrapped.module.parameters() if p.requires_grad]
         self._gradients: Label = HOST if offloads_parameters(offload) else "gradients"
         self._states: Label = HOST if offload is not None else "optimizer"
@@ -317,8 +317,11 @@ class _Observer:
         stop_reached: Callable[[], bool],
     ) -> torch.Tensor:
         """Takes the place of `WrappedModel.accumulate`, and sets gradients of zeros."""
-        for phase in ("forward", "backward") * len(micro_batches):
-            heartbeat(phase)
+        for number in range(1, len(micro_batches) + 1):
+            # Where one rank makes its copies of the weights
+            with self._wrapped.micro_batch(last=number == len(micro_batches)):
+                for phase in ("forward", "backward"):
+                    heartbeat(phase)
         gradients = self._buckets or [torch.zeros_like(parameter) for parameter in self.trained]
         for parameter, gradient in zip(self.trained, gradients, strict=True):
             parameter.grad = gradient

@@ -116,6 +116,7 @@ def test_checkpointing_keeps_block_inputs():
             {"checkpointing": "full", "sync_every_micro_batch": False}, marks=pytest.mark.long
         ),
         {"kind": "ddp", "mixed_precision": MixedPrecision()},
+        {"kind": "ddp", "mixed_precision": MixedPrecision(), "ranks": 1},
         pytest.param(
             {"reshard_after_backward": False, "mixed_precision": MixedPrecision(), "packing": True},
             marks=pytest.mark.long,
@@ -125,7 +126,7 @@ def test_checkpointing_keeps_block_inputs():
             marks=pytest.mark.long,
         ),
     ],
-    ids=["full, unsynced", "ddp bf16", "packed, kept unsharded", "offload"],
+    ids=["full, unsynced", "ddp bf16", "one rank", "packed, kept unsharded", "offload"],
 )
 def test_extrapolation_matches_a_full_trace(settings, monkeypatch):
     settings |= {"device": "cuda", "micro_batches": 2, "layers": DEEP}
