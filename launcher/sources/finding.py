@@ -90,6 +90,9 @@ def find_parts(
             if others:
                 unread[match.name] = others
         for file in files:
+            if file.is_special():
+                what = "is a named pipe, a socket or a device; write its rows to a file"
+                raise RecipeError(f"{file.name}: {what}")
             if (target := file.missing_target()) is not None:
                 what = f"a link to {target}, which is not there; mend or remove the link"
                 raise RecipeError(f"{file.name}: {what}")
@@ -120,8 +123,10 @@ def _inside(folder: Location, kind: str) -> tuple[list[Location], list[Location]
     shown = [
         file for file in files if not file.name.startswith(below) and not file.is_hidden_in(folder)
     ]
-    read = outer + [file for file in shown if _is_read(file, kind)]
-    unread = [file for file in shown if not _is_read(file, kind) and file.is_file()]
+    read = [file for file in shown if _is_read(file, kind) and not file.is_special()]
+    others = set(shown).difference(read)
+    unread = [file for file in shown if file in others and file.exists()]
+    read += outer
     return sorted(read, key=lambda file: file.path), unread
 
 

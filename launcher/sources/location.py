@@ -43,6 +43,10 @@ class Location:
         """Whether it is a file; a named pipe, which can be read once, is none."""
         return self.path.is_file()
 
+    def is_special(self) -> bool:
+        """Whether it is a named pipe, a socket or a device, which cannot be read twice."""
+        return self.path.exists() and not (self.path.is_file() or self.path.is_dir())
+
     def is_folder(self) -> bool:
         """Whether it is a folder."""
         return self.path.is_dir()

@@ -107,6 +107,18 @@ def test_a_link_to_a_missing_file_is_refused(tmp_path, pattern):
         find_parts([str(tmp_path / pattern)], kind="text")
 
 
+def test_a_named_pipe_is_said_or_refused(tmp_path):
+    """It was passed by in silence; as the only file it "matched no file"."""
+    write(tmp_path / "rows/a.jsonl", ["x"])
+    os.mkfifo(tmp_path / "rows/p.jsonl")
+    notes = []
+    (part,) = find_parts([str(tmp_path / "rows")], kind="text", notes=notes)
+    assert part.name.endswith("a.jsonl")
+    assert notes == [f"note: of {tmp_path}/rows, {tmp_path}/rows/p.jsonl is not read"]
+    with pytest.raises(RecipeError, match=r"p\.jsonl: is a named pipe, .*; write its rows to a"):
+        find_parts([str(tmp_path / "rows/p.jsonl")], kind="text")
+
+
 # Documents
 
 ROWS = [{"text": "one"}, {"text": "zwei ä 日本", "other": 3}, {"text": ""}, {"text": "drei\nvier"}]
