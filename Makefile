@@ -6,6 +6,7 @@
 # make prefer      trains that model to prefer one of two styles of answers; prints their shares
 # make test        lint, type checks and all tests except the long ones
 # make test-long   all tests, including the long ones
+# make test-share  some of the long tests, others for each commit: eight minutes
 # make test-versions  tests with the oldest supported versions of torch and transformers
 # make test-readers  exports, read by transformers 4 and by llama.cpp, which it installs into build/readers
 # make test-cuda   tests of the CUDA code paths on null GPUs (tests/nullgpu)
@@ -122,6 +123,12 @@ prefer: $(INSTALLED)
 test: lint types
 	$(BIN)/python -m pytest -ra -m 'not long and not gpu' --numprocesses 4 --dist loadfile \
 		--no-loadscope-reorder tests/golden tests/distributed tests/slurm tests/unit
+
+# As many of the long tests as run in eight minutes, in an order that follows from the commit
+.PHONY: test-share
+test-share: $(INSTALLED)
+	LONG_SHARE=$(or $(SHARE),$(shell git rev-parse HEAD)) $(BIN)/python -m pytest -ra -m 'long and not gpu' \
+		--numprocesses 4 --dist loadfile --no-loadscope-reorder tests/distributed tests/slurm tests/unit
 
 # Records what the runs of tests/golden compute, where a commit says why it changes
 .PHONY: golden

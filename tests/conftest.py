@@ -9,6 +9,8 @@ import operator
 import os
 import random
 import sys
+import time
+import zlib
 from pathlib import Path
 
 import pytest
@@ -24,9 +26,26 @@ LONGEST = ("test_train.py", "test_resumed_runs.py", "test_equivalence.py", "test
 _time_limit = None
 
 
+SHARE = os.environ.get("LONG_SHARE")
+"""Set by `make test-share`: any text. It decides which files of long tests come first."""
+SHARE_SECONDS = 8 * 60
+"""In such a session tests that would start later are skipped."""
+_begun = time.monotonic()
+
+
 def pytest_collection_modifyitems(items):
-    """The files that take longest come first, so that none of them runs alone at the end."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    """The files that take longest come first, so that none of them runs alone at the end. Of a share of
+    the long tests, another file comes first each time."""
+    if SHARE is None:
+        items.sort(key=lambda item: item.path.name not in LONGEST)
+    else:
+        items.sort(key=lambda item: zlib.crc32(f"{SHARE} {item.path.name}".encode()))
+
+
+def pytest_runtest_setup(item):
+    """Ends a share of the long tests when its time is over."""
+    if SHARE is not None and time.monotonic() - _begun > SHARE_SECONDS:
+        pytest.skip("not in this share: its time is over")
 
 
 def variables():

@@ -52,7 +52,6 @@ _SWITCHES = ("enable_thinking", "thinking")
 """Variables of templates that choose between generation prompts."""
 _PLACEHOLDER = "Qz7aZq"
 """Begins texts that no row holds."""
-_LEFT_OUT = "the chat template leaves out"
 _MEND = "set data.chat_template to a template that renders it"
 _THOUGHTS = {
     "<think>": "</think>",
@@ -654,14 +653,14 @@ class _Conversation:
         thought_there, said_there = _placeholders(index)
         if thought and thought_there not in probed:
             raise NotAsServedError(
-                f"{what}: {_LEFT_OUT} its reasoning, so the model would learn to answer without it; "
+                f"{what}: the chat template leaves out its reasoning, so the model would learn to answer without it; "
                 f"end the row with this turn, or {_MEND}"
             )
         if said and said_there not in probed:
             if not may_lose:
-                raise RefusedError(f"{what}: {_LEFT_OUT} its content; {_MEND}")
+                raise RefusedError(f"{what}: the chat template leaves out its content; {_MEND}")
             raise NotAsServedError(
-                f"{what}: {_LEFT_OUT} the text beside its tool calls, so the model would learn to call "
+                f"{what}: the chat template leaves out the text beside its tool calls, so the model would learn to call "
                 f"without it; end the row with this turn, remove the text, or {_MEND}"
             )
 
@@ -1024,7 +1023,9 @@ def _check_calls(message: Message, written: str, what: str) -> None:
     names = [call.get("name") for call in [*calls, message.get("function_call") or {}]]
     for name in filter(None, names):
         if written.count(str(name)) < names.count(name):
-            raise RefusedError(f"{what}: {_LEFT_OUT} a tool call ({name}); {_MEND}")
+            raise RefusedError(
+                f"{what}: the chat template leaves out a tool call ({name}); {_MEND}"
+            )
 
 
 # The forms in which templates take calls of tools

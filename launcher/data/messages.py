@@ -159,8 +159,9 @@ def chat_of(
     wanted = [at for at in answers if at >= loss_from]
     learned = [at for at in wanted if at not in silent]
     if not learned:
-        what = "no assistant turn carries loss" if wanted else "no assistant turn"
-        raise RowError(f"{what}, so nothing to learn from")
+        if wanted:
+            raise RowError("no assistant turn carries loss, so nothing to learn from")
+        raise RowError("no assistant turn, so nothing to learn from")
     return Chat(forms, tools, loss="answers", learned=learned)
 
 

@@ -71,7 +71,7 @@ def test_no_other_module_names_a_type():
     """Strings that are compared with a model's type stand in the tables only, with what speaks for
     another place: forms of images, parts of transformers' two formats of rotary settings."""
     elsewhere = {
-        "models/images.py": "whose image tokens see each other, by the form of their images",
+        "models/towers.py": "whose image tokens see each other, by the form of their images",
         "models/tower_inputs.py": "forms of images",
         "models/config_files.py": "the rotary settings of transformers 4",
     }
