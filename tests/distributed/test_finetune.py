@@ -156,9 +156,7 @@ def test_rows_command_shows_the_losses_of_a_step(tuned, monkeypatch, capsys):
     printed = capsys.readouterr().out.splitlines()
     assert "losses with the weights of runs/chat/checkpoints/step_00000002" in printed[1]
     cells = [
-        re.fullmatch(
-            r" *(\d+) +([\d.]+) +(\d+) +train.jsonl:(\d+) +<\|user\|>(\d) \+ (\d)<.*", line
-        )
+        re.fullmatch(r" *(\d+) +([\d.]+) +(\d+) +train.jsonl:(\d+) +(\d) \+ (\d)", line)
         for line in printed[3:]
     ]
     shown = [float(cell[2]) for cell in cells]
