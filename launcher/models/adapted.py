@@ -8,6 +8,7 @@ or compiled, and `adapted_weights` finds the layers under the names that they ha
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -54,7 +55,7 @@ class AdapterTensor:
 
 
 @dataclass(frozen=True)
-class AdaptedWeight:
+class AdaptedWeight(ABC):
     """A weight that an adapter changes."""
 
     layer: str
@@ -65,54 +66,58 @@ class AdaptedWeight:
     """Of the product of the factors."""
 
     @classmethod
+    @abstractmethod
     def of(cls, layer: str, module: Any) -> Iterator[Self]:
         """Those of a layer with this mark."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def in_file(cls, model: nn.Module, config: Mapping[str, Any], keys: Names) -> Iterator[Self]:
         """Those of a model without adapters that tensors with these names in a file of peft change.
         config: its adapter_config.json."""
-        raise NotImplementedError
 
     @property
     def weight(self) -> str:
         """The clean name of the weight."""
         return f"{self.layer}.weight"
 
+    @abstractmethod
     def tensors(self) -> dict[str, AdapterTensor]:
         """The adapter's tensors, by their names in files of peft."""
-        raise NotImplementedError
 
     def modules(self) -> Iterable[nn.Module]:
         """The modules that are nothing but parts of the adapter."""
         return ()
 
+    @abstractmethod
     def draw(self) -> None:
         """Draws the adapter's first values, which have no effect."""
-        raise NotImplementedError
 
-    def start(self, stored: StoredTensors, name: str) -> None:
+    def start(self, stored: StoredTensors, name: str) -> None:  # noqa: B027 - few kinds need it
         """Takes first values from the weight in a checkpoint, by its name there."""
 
-    def after_loading(self) -> None:
+    def after_loading(self) -> None:  # noqa: B027 - few kinds need it
         """Takes first values from the loaded weight."""
 
     def divided(self, dimension: int) -> tuple[Any, Any]:
         """The factor that ranks divide along the dimension along which they divide the weight, and
-        the one that each rank has whole."""
-        raise NotImplementedError
+        the one that each rank has whole. Raises RecipeError for kinds of adapters that cannot be
+        divided."""
+        what = f"the adapter of {self.layer} cannot be divided"
+        raise RecipeError(f"lora: {what} over tensor parallel ranks; use 1 such rank")
 
     def product(
         self, hidden: torch.Tensor, inputs: torch.Tensor, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and weight of one product with the adapter in it, from those without. inputs: the
-        `hidden` states (tokens, features) in the dtype of the product."""
-        raise NotImplementedError
+        `hidden` states (tokens, features) in the dtype of the product. Raises RecipeError for kinds of
+        adapters that the loss without full logits cannot compute."""
+        what = f"not available with an adapter of {self.layer}; set model.chunked_loss=false"
+        raise RecipeError(f"model.chunked_loss: {what}")
 
+    @abstractmethod
     def merged(self, weight: torch.Tensor, read: Read) -> torch.Tensor:
         """The weight with the adapter, whose tensors are read by their names in files of peft."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

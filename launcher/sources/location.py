@@ -6,6 +6,7 @@ import contextlib
 import glob
 import itertools
 import os
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -45,7 +46,11 @@ class Location:
 
     def is_special(self) -> bool:
         """Whether it is a named pipe, a socket or a device, which cannot be read twice."""
-        return self.path.exists() and not (self.path.is_file() or self.path.is_dir())
+        try:
+            mode = self.path.stat().st_mode
+        except OSError:
+            return False
+        return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
     def is_folder(self) -> bool:
         """Whether it is a folder."""

@@ -174,3 +174,13 @@ def test_tensors_of_an_adapter_that_change_nothing_known_are_refused(tmp_path):
             RecipeError, match=f"base has no model.{name}, which the adapter changes"
         ):
             export_folder(tmp_path / "adapter", tmp_path / "merged", dtype=None, merged=True)
+
+
+def test_what_a_kind_lacks_is_refused():
+    kind = AdaptedEmbedding("model.embed_tokens", None)
+    with pytest.raises(RecipeError, match=r"adapter of model\.embed_tokens cannot be divided"):
+        kind.divided(0)
+    with pytest.raises(RecipeError, match=r"embed_tokens; set model\.chunked_loss=false"):
+        kind.product(*[torch.zeros(1)] * 3)
+    with pytest.raises(TypeError, match="abstract"):
+        AdaptedWeight("model.embed_tokens", None)  # type: ignore[abstract]
