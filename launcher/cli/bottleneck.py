@@ -6,6 +6,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from launcher.console import finite
 from launcher.distributed.rank_layout import layout_sizes
@@ -48,7 +49,7 @@ class StepProfile:
 
 
 def profile_of_run(
-    records: Sequence[Json], seconds: Mapping[str, float], built: Json, *, ranks: int
+    records: Sequence[Mapping[str, Any]], seconds: Mapping[str, float], built: Json, *, ranks: int
 ) -> StepProfile | None:
     """The profile of a start of a run; None without records of its steps.
 
@@ -73,7 +74,7 @@ def profile_of_run(
     )
 
 
-def _slow_rank(records: Sequence[Json]) -> str | None:
+def _slow_rank(records: Sequence[Mapping[str, Any]]) -> str | None:
     """The rank that was the slowest in all of these records, if the others wait for it."""
     slowest = {record.get("slowest_rank") for record in records}
     rank = slowest.pop()

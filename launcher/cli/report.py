@@ -7,10 +7,10 @@ import contextlib
 import json
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -101,7 +101,7 @@ class _ReportedRun(RunHistory):
         profile = profile_of_run(records[1:], seconds, self.built, ranks=ranks[-1])
         return "" if profile is None else bottleneck(profile, self.recipe)
 
-    def records_of_last_start(self) -> list[Json]:
+    def records_of_last_start(self) -> list[Mapping[str, Any]]:
         """The records of steps of the last start that trained: others may have had another number
         of ranks."""
         steps = [record for record in self.records if record.get("step_seconds") is not None]
