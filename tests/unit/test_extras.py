@@ -83,7 +83,12 @@ def test_a_run_needs_no_extra(tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n' * 4000)
     path = f"{tmp_path}:{REPOSITORY}"
     recipe = ["recipe=quickstart", "data.train=rows.jsonl", "data.validation=null"]
-    small = ["run.max_steps=2", "run.device=cpu", f"run.dir={tmp_path}/run", "evaluation.every_steps=null"]
+    small = [
+        "run.max_steps=2",
+        "run.device=cpu",
+        f"run.dir={tmp_path}/run",
+        "evaluation.every_steps=null",
+    ]
     command = [sys.executable, "-m", "launcher", "train", *recipe, *small, "gpus=1"]
     done = subprocess.run(
         command,
