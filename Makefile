@@ -15,9 +15,9 @@
 # make benchmark   CPU time of a step and of a start beside loops written by hand; after a change of the loop
 # make gpu-first   the first fifteen minutes on one GPU, in two calls (see benchmarks/README.md)
 # make test-gpu    all GPU tests and benchmarks, on a machine with GPUs
-# make gpu-plans   predicts what they measure, and writes docs/gpu.md and the table of docs/speed.md
+# make gpu-plans   predicts what they measure, and writes the pages and tables of GPU benchmarks
 # make gpu-wheels  downloads packages for both on a machine without network
-# make docs        builds the documentation site in build/site; DOCS_REPO_URL=... links the repository
+# make docs        builds the documentation site in build/site, and says how to open it; DOCS_REPO_URL=... links the repository
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -165,6 +165,7 @@ lint: $(INSTALLED)
 # mkdocs is installed at the first build, because no other target needs it
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo 'open http://localhost:8000 after: $(BIN)/python -m http.server --directory build/site'
 
 $(VENV)/.installed-docs: $(INSTALLED)
 	$(call pip_install,$(VENV)) --constraint constraints.txt --editable '.[docs]'
