@@ -370,6 +370,12 @@ def _context(recipe: Recipe, ranks: int | None) -> Problems:
         yield "data.sequence_length", f"{length} {what}; try {-(-length // size) * size}"
 
 
+def _empty_template(recipe: Recipe) -> Problems:
+    template = recipe.data.chat_template
+    if template is not None and os.path.isfile(template) and not os.path.getsize(template):
+        yield "data.chat_template", f"the file {template} is empty"
+
+
 def _tokenizer(recipe: Recipe) -> Problems:
     name, template = recipe.data.tokenizer, recipe.data.chat_template
     if template is not None and (problem := template_problem(template)) is not None:
@@ -431,6 +437,7 @@ _RULES = (
     _whole_export,
     _new_tokens,
     _template_values,
+    _empty_template,
     _micro_batch_tokens,
     _metrics,
     _nodes,

@@ -17,7 +17,7 @@ right = group_checks.sum_is_right
 if rank == 1:
     group_checks.sum_is_right = lambda ranks: not right(ranks)
 from launcher.cli import main
-sys.exit(main.main(["doctor", "quick=true", *sys.argv[1:]]))
+sys.exit(main.main(["doctor", "--quick", *sys.argv[1:]]))
 """
 """Each rank simulates one of three nodes. n2 computes a wrong sum; n3 is Slurm's first node."""
 

@@ -240,7 +240,7 @@ def test_files_of_another_shape_give_no_traceback(run, text, tmp_path):
     ]
     (run.path / "status.json").write_text(text)
     assert main.main(["status", str(run.path)]) == 0
-    assert main.main(["report", str(run.path), "--out", str(tmp_path / "page.html")]) == 0
+    assert main.main(["report", str(run.path), f"out={tmp_path}/page.html"]) == 0
     assert run.read_status().get("step") is None
     run.note_start(SINGLE_PROCESS)
     assert run.read_events()[-1]["attempt"] == 4
