@@ -6,10 +6,10 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer.core import CompletionItem, TyperCommand, TyperOption
+from typer.core import TyperCommand, TyperOption
 
 from launcher.cli.completion import completions
 from launcher.errors import RecipeError, closest
@@ -28,6 +28,8 @@ def make_parent(path: Path, option: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         problem = None if os.access(folder, os.W_OK) else "permission denied"
+    except (FileExistsError, NotADirectoryError):
+        problem = "a part of it is a file, not a directory"
     except OSError as error:
         problem = str(error.strerror).lower()
     if problem is not None:
@@ -84,6 +86,13 @@ CheckedGpus = Annotated[int | None, option("Check the batch size for N GPUs per 
 CheckedNodes = Annotated[int, option("Nodes.", "N")]
 
 
+class Word(NamedTuple):
+    """A word that a shell offers, as typer's completion takes it."""
+
+    value: str
+    help: str | None = None
+
+
 class Command(TyperCommand):
     """A command whose values are written `name=value`, and whose switches `--name`."""
 
@@ -108,14 +117,16 @@ class Command(TyperCommand):
     def shell_complete(self, ctx: Any, incomplete: str) -> Any:
         """The words that the word before the cursor may become."""
         words = completions(self.values(), self.switches(), self.sections, ctx.args, incomplete)
-        return [CompletionItem(word) for word in words]
+        return list(map(Word, words))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Gives typer `name=value` as `--name=value`. Raises TyperException with all problems."""
         if ctx.resilient_parsing:  # a shell completes
             ctx.args = args
             return args
-        values, words, problems = self.values(), [], []
+        values = self.values()
+        words: list[str] = []
+        problems: list[str] = []
         written = {*self.switches(), *ctx.help_option_names}
         for argument, following in zip(args, [*args[1:], "-"], strict=False):
             name, equals, value = argument.partition("=")
@@ -150,8 +161,8 @@ class Command(TyperCommand):
         """Why an argument is none, and what to write."""
         word, sections = _word(name), self.sections
         own = {_word(switch): switch for switch in self.switches()}
-        for known, one in self.values().items():
-            own[known] = f"{known}={value}" if value else _form(one)
+        for each, one in self.values().items():
+            own[each] = f"{each}={value}" if value else _form(one)
         forms = {each: f"{each}={value or 'VALUE'}" for each in sections}
         for path in reversed(list(keys())):  # of a section its first key
             if path[0] in forms and path[1:]:

@@ -364,16 +364,16 @@ def as_yaml(chosen: Choices) -> str:
     plain: dict[str, Any] = {name: {} for name in Recipe.__dataclass_fields__}
     for key, choice in chosen.items():
         *above, last = key.split(".")
-        section = plain
+        place = plain
         for part in above:
-            section = section.setdefault(part, {})
-        section[last] = choice.value
+            place = place.setdefault(part, {})
+        place[last] = choice.value
     lines = []
     for section, values in plain.items():
         lines += [f"{section}:"] if values else []
         for name, value in values.items():
-            key = f"{section}.{name}"
-            reason = chosen[key].reason if key in chosen else ""
+            why = chosen.get(f"{section}.{name}")
+            reason = "" if why is None else why.reason
             written = as_override(name, value).partition("=")[2]
             lines.append(f"  {name}: {written}" + (f"  # {reason}" if reason else ""))
     return "\n".join(lines) + "\n"

@@ -168,7 +168,7 @@ def test_rows_command_shows_the_losses_of_a_step(tuned, monkeypatch, capsys):
     rows = trained_rows(_open(run_dir, recipe), range(16, 24), tokenizer="bytes")
     assert len(rows) == len(shown)
     targets = [int((row.sample["targets"] != IGNORED).sum()) for row in rows]
-    losses = _losses(run_dir, recipe, 3, rows, trust_run=False)
+    losses, _ = _losses(run_dir, recipe, 3, rows, trust_run=False)
     mean = sum(loss * count for loss, count in zip(losses, targets, strict=True)) / sum(targets)
     logged = read_lines(run_dir / "metrics.jsonl")[3]
     assert logged["step"] == 3

@@ -300,7 +300,7 @@ def test_exit_statuses(fake_planner, capsys):
     assert "gpu_memory=80: 80 is not a size with a unit" in capsys.readouterr().err
     Path("no").write_text("")
     assert main.main([*arguments, "out=no/a.html"]) == 2
-    assert "cannot be made or written to: file exists" in capsys.readouterr().err
+    assert "cannot be made or written to: a part of it is a file" in capsys.readouterr().err
     assert main.main([*arguments, "out=a.html"]) == 0
     assert Path("a.html").read_text().startswith("<!doctype html>")
 
