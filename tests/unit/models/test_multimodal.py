@@ -138,6 +138,7 @@ def test_the_rest_of_the_model_is_held_and_not_gathered(kind):
     assert 0 < flops <= 6.0 * profile.parameters + 12 * layers * 64 * 16
 
 
+@pytest.mark.slow
 def test_a_trace_shards_the_rest_and_does_not_gather_it():
     """Also with gradients that are kept in the dtype of the reduction until the last micro-batch:
     FSDP then looks at those of each parameter."""

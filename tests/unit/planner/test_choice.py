@@ -83,6 +83,7 @@ def on_cpu(memory, cores=2):
     )
 
 
+@pytest.mark.slow
 def test_on_a_cpu_half_of_the_memory_stays_free_and_micro_batches_are_short(monkeypatch):
     """As long as that is possible. The choice does not depend on what was measured, so that a
     resume makes the same one."""
@@ -155,6 +156,7 @@ def test_failures_before_a_recipe_change_are_ignored():
         assert failed_before(dataclasses.replace(written, **change), FAILED) == []
 
 
+@pytest.mark.slow
 def test_separate_process_receives_recipe_and_machine():
     """The model path does not exist, so the process returns a RecipeError that names it."""
     missing = dataclasses.replace(RECIPE, model=Model(path="/no/such/folder"))

@@ -227,6 +227,7 @@ def test_lora_trains_only_the_adapters(load):
     assert held.optimizer == 8 * profiled.trained
 
 
+@pytest.mark.slow
 def test_weights_in_nf4_are_counted_by_their_bytes(load):
     layers = ("model.config.num_hidden_layers=6", "model.config.intermediate_size=128")
     recipe = load(*SMALL, "lora={rank: 4, quantize: nf4}", *layers)
@@ -463,6 +464,7 @@ def test_plan_of_pairs_names_the_reference_pass(load, method, noted):
     assert any("the reference pass" in note for note in plan.notes) == noted
 
 
+@pytest.mark.slow
 def test_weights_kept_in_float32_are_gathered_with_four_bytes(load):
     """The decay of recurrent layers, which fsdp gathers in float32, also beside adapters."""
     sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}

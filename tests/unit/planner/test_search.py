@@ -76,6 +76,7 @@ def test_search_offers_compiled_blocks_on_gpus(load):
         assert variants(written, where, **settings) == [written]
 
 
+@pytest.mark.slow
 def test_a_recipe_that_is_as_fast_as_the_fastest_stays(load, estimated_plans):
     """`auto` had chosen another configuration than the one with the star."""
     where = machine(gpus=1)
@@ -315,6 +316,7 @@ def test_sharding_divides_muon_time_by_ranks(load):
 # The search
 
 
+@pytest.mark.slow
 def test_configurations_are_sorted_without_dominated_configurations(load, estimated_plans):
     recipe = concrete(load(), machine())
     result = search_configurations(recipe, machine())
@@ -350,6 +352,7 @@ def test_auto_reshards_only_if_memory_requires_it(load, estimated_plans):
     assert fastest_that_fits(written, machine(memory=true - 2**28)) is None
 
 
+@pytest.mark.slow
 def test_room_is_gradient_shards_and_two_all_gathers(load):
     recipe, embedding = load("batch.global_batch_size=32"), 8000 * 512
     plan = by_estimate(recipe, machine())
@@ -383,6 +386,7 @@ def test_no_room_is_needed_for_gradients_that_exist_at_the_peak(load):
     assert unsynced.room > shards
 
 
+@pytest.mark.slow
 def test_search_prefers_configurations_with_room(load, estimated_plans):
     recipe = load()
     fastest = search_configurations(recipe, machine()).best
@@ -406,6 +410,7 @@ def test_search_prefers_configurations_with_room(load, estimated_plans):
     assert tight.plan.has_room is False
 
 
+@pytest.mark.slow
 def test_cpu_offload_is_chosen_only_if_needed(load, estimated_plans):
     recipe = load(ranks=1)
     tight = {"gpus": 1, "memory": 16 * parameters(recipe) + 600 * 2**20}
@@ -416,6 +421,7 @@ def test_cpu_offload_is_chosen_only_if_needed(load, estimated_plans):
     assert search_configurations(recipe, machine(**tight, host_memory=3 * GIB)).best is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
@@ -446,6 +452,7 @@ def test_overrides_reproduce_the_configuration(name, overrides):
             assert load_recipe([*base, *pairs], ranks=4).recipe == recipe, pairs
 
 
+@pytest.mark.slow
 def test_search_offers_mixed_precision_for_float32(load, estimated_plans):
     result = search_configurations(load("strategy.mixed_precision=null"), machine())
     changed = "strategy.mixed_precision.param_dtype=bfloat16"
@@ -556,6 +563,7 @@ def test_sizes_are_those_that_the_rules_allow(load):
     assert found("strategy.tensor_parallel_size=2", "batch.global_batch_size=32") == [[2, 4], [], [4, 8]]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_size_that_the_model_refuses_is_not_offered(load, monkeypatch):
     written = concrete(load(*LONG), machine())
 

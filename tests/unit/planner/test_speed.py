@@ -41,6 +41,7 @@ def test_predictions_are_close_to_published_figures(tmp_path):
     assert sum(map(abs, found)) / len(found) < 0.12
 
 
+@pytest.mark.slow
 def test_compiled_blocks_move_less_and_launch_faster(load):
     """The small model waits for the host; with large rows its traffic matters."""
     for rows in ((), ("batch.global_batch_size=256", "batch.micro_batch_size=32")):
@@ -83,6 +84,7 @@ def test_copies_of_fsdp_and_casts_of_ddp_take_bandwidth(load):
     assert ddp == pytest.approx((2 * 6 + buckets) * weights / 1e9, rel=0.01)
 
 
+@pytest.mark.slow
 def test_one_rank_copies_less_than_fsdp(load):
     """Bytes of a trained parameter in steps of one and of three micro-batches; of FSDP those of two
     all-gathers (a cast and a copy) and a reduction (a cast, a copy, and an addition to those of

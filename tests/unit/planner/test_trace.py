@@ -190,6 +190,7 @@ GEMMA4 = {
 the text model."""
 
 
+@pytest.mark.slow
 def test_blocks_of_gemma4_are_profiled_alone_and_traced(tmp_path):
     folder = make_model(tmp_path / "gemma4", "gemma4", sections=GEMMA4, shape_only=True)
     plain = recipe(micro_batch_size=1)
@@ -241,6 +242,7 @@ def keeping_logits(written, keep):
     return dataclasses.replace(written, model=dataclasses.replace(written.model, keep_logits=keep))
 
 
+@pytest.mark.slow
 def test_kept_logits_are_traced(monkeypatch):
     monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", 2**15)
     settings = {"ranks": 2, "device": "cuda", "micro_batches": 2}
@@ -296,6 +298,7 @@ def test_a_trace_inside_of_another_is_for_its_device():
     assert tracing.current() is None
 
 
+@pytest.mark.slow
 def test_traces_in_other_processes_are_the_same(monkeypatch):
     monkeypatch.setattr(plan.os, "sched_getaffinity", lambda process: {0, 1})
     monkeypatch.setattr(plan, "_STEPS", {})
@@ -317,6 +320,7 @@ def test_model_that_reads_values_is_untraceable():
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_keeps_averages_between_micro_batches():
     """In a third micro-batch, memory holds the averages of the second one and the gradients."""
     two, three = (
@@ -339,6 +343,7 @@ def with_experts(size):
     return dataclasses.replace(written, model=Model(config=EXPERTS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_with_different_experts_gather_their_own(size):
     """Routing takes values, in whose place a trace sends as many tokens to each expert."""
@@ -383,6 +388,7 @@ def test_plan_names_tensor_parallel_ranks_on_different_nodes(nodes, noted):
     assert any(note in text for text in notes) == noted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallel_ranks_hold_and_gather_their_parts(size):
     mixed = MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
@@ -410,6 +416,7 @@ def test_tensor_parallel_ranks_hold_and_gather_their_parts(size):
     assert estimate.peak.total == pytest.approx(divided.peak.total, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_plan_of_distillation_counts_its_loss_and_names_the_teacher(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "_STEPS", {})
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
