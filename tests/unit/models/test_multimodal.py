@@ -20,6 +20,7 @@ from launcher.models.record import record_of
 from launcher.planner.estimate import estimate_memory
 from launcher.planner.profile import profile_of_shapes
 from launcher.planner.trace import trace_step
+from launcher.planner.work import Work
 from launcher.recipe import schema
 from launcher.training.model import prepare_model
 from tests.multimodal import MODELS
@@ -131,7 +132,7 @@ def test_the_rest_of_the_model_is_held_and_not_gathered(kind):
     without = dataclasses.replace(
         profile, unused=dataclasses.replace(profile.unused, parameters=())
     )
-    larger, smaller = (estimate_memory(p, recipe, ranks=2) for p in (profile, without))
+    larger, smaller = (estimate_memory(Work(p, recipe, ranks=2)) for p in (profile, without))
     assert larger.peak.total - smaller.peak.total == 4 * profile.unused.count // 2
     assert larger.peak.components.gathered == smaller.peak.components.gathered
     flops = token_flops(prepared.model).at(16)

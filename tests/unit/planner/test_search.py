@@ -20,6 +20,7 @@ from launcher.planner.machine import Rates, known_machine, read_rates
 from launcher.planner.plan import estimated_plan
 from launcher.planner.plan_as_json import as_json
 from launcher.planner.profile import profile_model
+from launcher.planner.recipe_values import cache_key
 from launcher.planner.search import (
     EQUAL_SPEED,
     concrete,
@@ -27,6 +28,7 @@ from launcher.planner.search import (
     search_configurations,
 )
 from launcher.planner.speed import estimate_time, tokens_per_step
+from launcher.planner.work import Work
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import ActivationCheckpointing, Lora
 from tests import REPOSITORY
@@ -52,7 +54,7 @@ def load(loader):
 
 
 def by_estimate(recipe, on):
-    return estimated_plan(profile_model(recipe, device=on.device), recipe, on)
+    return estimated_plan(Work(profile_model(recipe, device=on.device), recipe, ranks=on.ranks), on)
 
 
 @pytest.fixture
@@ -210,7 +212,9 @@ def unlimited_machine(**rates):
 
 
 def step_time(recipe, **rates):
-    return estimate_time(profile_model(recipe, device="cuda"), recipe, unlimited_machine(**rates))
+    machine = unlimited_machine(**rates)
+    work = Work(profile_model(recipe, device="cuda"), recipe, ranks=machine.ranks)
+    return estimate_time(work, machine)
 
 
 def parameters(recipe):
@@ -274,7 +278,9 @@ def test_offload_uploads_are_not_overlapped_on_one_gpu(load):
     profile = profile_model(recipe, device="cuda")
     one = dataclasses.replace(unlimited_machine(host_bandwidth=1e12), gpus_per_node=1)
     uploads = 2 * 4 * profile.parameters / 1e12  # float32 master weights, forward and backward
-    assert estimate_time(profile, recipe, one).offload == pytest.approx(uploads, rel=0.01)
+    assert estimate_time(Work(profile, recipe, ranks=one.ranks), one).offload == pytest.approx(
+        uploads, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -611,3 +617,26 @@ def test_fastest_of_each_kind_returns_distinct_configurations(load, estimated_pl
     assert len(kinds) == 5
     small = search.fastest_of_each_kind(load(), machine(memory=3 * GIB), most=6)
     assert all(one.plan.fits for one in [*found, *small])
+
+
+def test_a_cache_key_has_every_field_of_every_section():
+    """A field without `repr` makes another key, too: else a plan would be that of another recipe."""
+
+    @dataclasses.dataclass
+    class Section:
+        shown: int = 1
+        hidden: int = dataclasses.field(default=1, repr=False)
+        inner: object = None
+
+    keys = {
+        cache_key(section)
+        for section in (
+            Section(),
+            Section(hidden=2),
+            Section(inner=Section()),
+            Section(inner={"a": [Section(hidden=2)]}),
+            Section(inner={"a": [Section(hidden=3)]}),
+        )
+    }
+    assert len(keys) == 5
+    assert cache_key(Section(inner={"a": 1, "b": 2})) == cache_key(Section(inner={"b": 2, "a": 1}))

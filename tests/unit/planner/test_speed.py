@@ -7,6 +7,7 @@ import pytest
 from launcher.planner.machine import known_machine
 from launcher.planner.profile import profile_model
 from launcher.planner.speed import RANGE, SHARED, estimate_time
+from launcher.planner.work import Work
 from tests.unit.planner.published_speeds import errors
 
 SMALL = """\
@@ -27,7 +28,9 @@ def load(loader):
 
 def step_time(recipe, gpus=8, **rates):
     machine = known_machine("h100", nodes=1, gpus_per_node=gpus, overrides=rates)
-    return estimate_time(profile_model(recipe, device="cuda"), recipe, machine)
+    return estimate_time(
+        Work(profile_model(recipe, device="cuda"), recipe, ranks=machine.ranks), machine
+    )
 
 
 @pytest.mark.long

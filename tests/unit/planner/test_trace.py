@@ -19,6 +19,7 @@ from launcher.planner.estimate import estimate_memory
 from launcher.planner.machine import known_machine
 from launcher.planner.profile import profile_model
 from launcher.planner.trace import UntraceableError, trace_step
+from launcher.planner.work import Work
 from launcher.recipe.schema import (
     ActivationCheckpointing,
     Batch,
@@ -203,7 +204,7 @@ def test_blocks_of_gemma4_are_profiled_alone_and_traced(tmp_path):
     assert profile.saved
     assert profile.tower.saved
     traced = trace_step(small, ranks=2, device="cuda", micro_batches=1)
-    estimated = estimate_memory(profile, small, ranks=2)
+    estimated = estimate_memory(Work(profile, small, ranks=2))
     near(estimated.peak.total, traced.peak.total, by=0.1)
 
 
@@ -254,7 +255,7 @@ def test_kept_logits_are_traced(monkeypatch):
         assert again.after_forward.logits == 0
         assert kept.after_forward.logits == every
         estimate = estimate_memory(
-            profile_model(changed, device="cuda"), keeping_logits(changed, True), ranks=2
+            Work(profile_model(changed, device="cuda"), keeping_logits(changed, True), ranks=2)
         )
         for phase in ("forward", "backward"):
             most = max(m.components.logits for m in kept.timeline if m.phase == phase)
@@ -355,7 +356,7 @@ def test_ranks_with_different_experts_gather_their_own(size):
     gathered = whole.after_forward.gathered - divided.after_forward.gathered
     assert gathered == pytest.approx(experts - experts // size, rel=0.01)
     estimate = estimate_memory(
-        profile_model(with_experts(size), device="cuda"), with_experts(size), ranks=4
+        Work(profile_model(with_experts(size), device="cuda"), with_experts(size), ranks=4)
     )
     assert estimate.after_forward.gathered == pytest.approx(
         divided.after_forward.gathered, rel=0.05
@@ -372,7 +373,10 @@ def test_plan_compares_expert_parallelism_with_whole_experts():
         return [note for note in found if "expert_parallel_size" in note]
 
     profile = profile_model(with_experts(1), device="cuda")
-    estimates = [plan.estimated_plan(profile, with_experts(size), machine) for size in (1, 4)]
+    estimates = [
+        plan.estimated_plan(Work(profile, with_experts(size), ranks=machine.ranks), machine)
+        for size in (1, 4)
+    ]
     whole, divided = (bytes_as_text(estimate.step.peak.total) for estimate in estimates)
     assert notes(1) == []
     (note,) = notes(4)
@@ -409,7 +413,7 @@ def test_tensor_parallel_ranks_hold_and_gather_their_parts(size):
     assert divided.after_forward.activations < whole.after_forward.activations
     profile = profile_model(written(size), device="cuda")
     assert profile.undivided.parameters == PARAMETERS
-    estimate = estimate_memory(profile, written(size), ranks=4)
+    estimate = estimate_memory(Work(profile, written(size), ranks=4))
     assert estimate.after_forward.gathered == pytest.approx(
         divided.after_forward.gathered, rel=0.05
     )
