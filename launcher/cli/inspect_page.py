@@ -37,9 +37,9 @@ from launcher.models.micro_batch import IGNORED
 from launcher.objectives.base import count_attachments, dataset_objective
 from launcher.objectives.make import make_objective
 from launcher.planner.sizes import traits_from_recipe
-from launcher.recipe.layouts import ATTACHMENTS
 from launcher.recipe.schema import Batch, Recipe
 from launcher.sources.finding import find_parts
+from launcher.sources.layouts import ATTACHMENTS
 from launcher.sources.rows import read_all
 from launcher.training.model import width_multiple
 

@@ -24,14 +24,6 @@ from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError, suggestion
 from launcher.planner.formatting import speed_text
 from launcher.planner.machine import Machine
 from launcher.recipe.decisions import Choices, Derived
-from launcher.recipe.layouts import (
-    ATTACHMENTS,
-    TOKEN_KINDS,
-    guess,
-    has_content,
-    lost_meaning,
-    no_layout,
-)
 from launcher.recipe.load import load_recipe
 from launcher.recipe.model_config import quantization, why_not_dequantized, why_not_packed
 from launcher.recipe.schema import Recipe
@@ -39,6 +31,14 @@ from launcher.recipe.section import Section
 from launcher.recipe.yaml_text import as_override, parse_yaml
 from launcher.sources.finding import first_row, rows_as_text
 from launcher.sources.hub import model_folder
+from launcher.sources.layouts import (
+    ATTACHMENTS,
+    TOKEN_KINDS,
+    guess,
+    has_content,
+    lost_meaning,
+    no_layout,
+)
 
 if TYPE_CHECKING:
     from launcher.planner.candidates import Configuration

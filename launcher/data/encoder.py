@@ -59,7 +59,8 @@ from launcher.data.tokenizer import (
 from launcher.errors import RowError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
-from launcher.recipe.layouts import (
+from launcher.recipe.template_names import missing_tokens, template_name
+from launcher.sources.layouts import (
     ATTACHMENTS,
     KINDS,
     Match,
@@ -75,7 +76,6 @@ from launcher.recipe.layouts import (
     unused_columns,
     with_named_parts,
 )
-from launcher.recipe.template_names import missing_tokens, template_name
 from launcher.sources.rows import Row, SourcePart, Values, in_batches, read_all
 
 _LOOKED_AT = 100
@@ -97,7 +97,7 @@ class Encoder:
     tokenizer: str | None
     """A folder, a hub id or `bytes`; None for kind tokens."""
     columns: dict[str, str]
-    """The columns that the recipe names, by their role (`recipe/layouts.py`)."""
+    """The columns that the recipe names, by their role (`sources/layouts.py`)."""
     labels: tuple[str, ...] | None = None
     template: str | None = None
     """The text of a chat template that replaces the tokenizer's own."""

@@ -52,9 +52,9 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError, RowError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
-from launcher.recipe.layouts import KINDS, describe_column, unused_columns, unused_line
 from launcher.sources.finding import content_sample
 from launcher.sources.hub import load_data_set
+from launcher.sources.layouts import KINDS, describe_column, unused_columns, unused_line
 from launcher.sources.ranges import split
 from launcher.sources.rows import Row, SourcePart, read_rows
 

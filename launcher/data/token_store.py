@@ -68,9 +68,9 @@ from launcher.errors import RecipeError, TrainingError
 from launcher.files import replace_text
 from launcher.models.micro_batch import WHOLE_ROW, Masking, RowPart
 from launcher.recipe import schema
-from launcher.recipe.layouts import ATTACHMENTS
 from launcher.reliability.lock import OwnedError, Ownership, Silence, current_owner
 from launcher.sources.finding import content_sample, file_states, find_parts
+from launcher.sources.layouts import ATTACHMENTS
 from launcher.sources.ranges import first_rows, split
 from launcher.sources.rows import Row, SourcePart, in_batches
 

@@ -27,9 +27,9 @@ from launcher.models.new_rows import add_new_rows
 from launcher.models.read_by_weight import read_by_weight
 from launcher.models.ties import tied_names
 from launcher.models.towers import is_of_projector, seen_by
-from launcher.recipe.layouts import nouns_of
 from launcher.recipe.schema import Lora
 from launcher.sources.hub import split_revision
+from launcher.sources.layouts import nouns_of
 
 logger = logging.getLogger(__name__)
 

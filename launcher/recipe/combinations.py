@@ -8,7 +8,9 @@ from typing import Any
 
 from launcher.distributed.rank_layout import PARALLEL_SIZES
 from launcher.recipe.decode import KeyPath, subsection
-from launcher.recipe.layouts import (
+from launcher.recipe.objectives import OBJECTIVES
+from launcher.recipe.schema import Recipe
+from launcher.sources.layouts import (
     ATTACHMENTS,
     EXPLICIT_ONLY,
     KEYS,
@@ -21,8 +23,6 @@ from launcher.recipe.layouts import (
     role_of,
     roles_of,
 )
-from launcher.recipe.objectives import OBJECTIVES
-from launcher.recipe.schema import Recipe
 
 Problems = Iterator[tuple[str | KeyPath, str]]
 """Dotted keys, or paths of keys, and what is wrong with them."""

@@ -27,7 +27,6 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from launcher.errors import RecipeError, first_line, suggestion
-from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
 from launcher.recipe.combinations import ALTERNATIVES, kind_by_keys, plain_value
 from launcher.recipe.decisions import (
     Derived,
@@ -50,13 +49,14 @@ from launcher.recipe.decode import (
     shown,
 )
 from launcher.recipe.find import find_recipe, shown_path, written_as
-from launcher.recipe.layouts import ATTACHMENTS, guess, lost_meaning, named_columns, no_layout
 from launcher.recipe.objectives import kinds_of_objective
 from launcher.recipe.schema import DEFAULT_RUN_DIR, Recipe
 from launcher.recipe.validate import check
 from launcher.recipe.yaml_text import NotYamlError, parse_yaml
 from launcher.recipe.yaml_text import to_yaml as to_yaml
+from launcher.sources.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
 from launcher.sources.finding import first_row, rows_as_text, why_text
+from launcher.sources.layouts import ATTACHMENTS, guess, lost_meaning, named_columns, no_layout
 
 _LARGEST_FILE = 2**20
 _MOST_INTERPOLATIONS = 500

@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.recipe.layouts import TOKEN_KINDS
 from launcher.recipe.schema import Recipe
+from launcher.sources.layouts import TOKEN_KINDS
 
 Rule = tuple[str, str, bool | str]
 """Keys, another key, and what is needed of it: see `combinations.py`."""

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from launcher.distributed.rank_layout import PARALLEL_SIZES, LayoutSizes, sizes_of
-from launcher.recipe.adapter import ADAPTER_CONFIG
 from launcher.recipe.combinations import Problems, combination_rules, kinds_of, value_of
 from launcher.recipe.decode import KeyPath, Problem
-from launcher.recipe.layouts import KINDS, TOKEN_KINDS
 from launcher.recipe.model_config import change_problems, config_problems, of_text, size_problems
 from launcher.recipe.objectives import OBJECTIVES, objective_of
 from launcher.recipe.schema import Recipe
 from launcher.recipe.section import AutoInt
 from launcher.recipe.template_names import template_problem
+from launcher.sources.adapter import ADAPTER_CONFIG
 from launcher.sources.hub import is_hub_id, is_model_id, no_such_name
+from launcher.sources.layouts import KINDS, TOKEN_KINDS
 from launcher.sources.location import is_of_system, matching, no_such
 
 _TEMPLATE_VALUES = (

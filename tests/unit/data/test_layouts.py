@@ -20,8 +20,8 @@ from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
-from launcher.recipe.layouts import guess, match_row, named_columns
 from launcher.sources.finding import file_part, find_parts, first_row
+from launcher.sources.layouts import guess, match_row, named_columns
 from launcher.sources.location import Location
 from launcher.sources.rows import read_rows
 from tests.unit.data.rows import write

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from launcher.errors import RecipeError
-from launcher.recipe.layouts import (
+from launcher.recipe.load import load_recipe
+from launcher.sources.layouts import (
     KEYS,
     LAYOUTS,
     NAMES,
@@ -21,7 +22,6 @@ from launcher.recipe.layouts import (
     unused_columns,
     unused_line,
 )
-from launcher.recipe.load import load_recipe
 from tests import REPOSITORY
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
