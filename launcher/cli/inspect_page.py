@@ -159,7 +159,7 @@ def _open(recipe: Recipe, files: DataFiles) -> SequenceDataset:
     parts = find_parts(patterns, kind=data.kind, max_document=most, notes=notes)
     shard = assign_shards(parts, shards=1, seed=recipe.run.seed, shuffle=data.shuffle)[0]
     rows = itertools.islice(read_all(shard, column=encoder.text_column), _STREAMED)
-    unused: dict[str, str] = {}
+    unused: list[str] = []
     store = store_rows(list(encoder.encode_rows(rows, unused=unused)))
     if data.on_error == "fail" and store.skipped:
         raise RecipeError(list(problem_lines(store.skipped, rows=_STREAMED, complete=False)))

@@ -456,10 +456,7 @@ def test_unused_columns_and_the_format_are_named_at_the_start(tmp_path, tokenize
             )
             _, note, unused = dataset.describe()
             assert note.startswith(f"a prompt and an answer are trained as {how}")
-            assert (
-                unused
-                == "note: columns that are not used: category (data.ignore_columns: on purpose)"
-            )
+            assert unused == "note: columns not used: category"
 
 
 def test_rows_that_are_too_long(tmp_path, tokenizers):
