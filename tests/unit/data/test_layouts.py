@@ -620,7 +620,7 @@ def test_parts_of_columns_count_as_columns(tmp_path, tokenizers):
     columns = {"response": "answers.text[0]"}
     data = schema.Data(kind="instruct", columns=columns, prompt_format="text")
     encoder = make_encoder("instruct", data, tokenizer="bytes")
-    unused: dict[str, str] = {}
+    unused: list[str] = []
     file = write(tmp_path / "squad.jsonl", rows)
     one, two = encoder.encode_rows(read_rows(file_part(Location(str(file)))), unused=unused)
     text = "### Instruction:\nq\n\n### Input:\nc\n\n### Response:\na"
