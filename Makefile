@@ -130,10 +130,12 @@ test-share: $(INSTALLED)
 	LONG_SHARE=$(or $(SHARE),$(shell git rev-parse HEAD)) $(BIN)/python -m pytest -ra -m 'long and not gpu' \
 		--numprocesses 4 --dist loadfile --no-loadscope-reorder tests/distributed tests/slurm tests/unit
 
-# Records what the runs of tests/golden compute, where a commit says why it changes
+# Records what the runs of tests/golden compute, and the messages for broken recipes, where a commit
+# says why they change
 .PHONY: golden
 golden: $(INSTALLED)
-	GOLDEN=write $(BIN)/python -m pytest -q tests/golden
+	GOLDEN=write $(BIN)/python -m pytest -q tests/golden \
+		tests/unit/recipe/test_broken_recipes.py
 
 # On a machine that does nothing else: ratios of medians, of runs in turn
 benchmark: $(INSTALLED)

@@ -21,11 +21,12 @@ from launcher.cli.new_from import new_from, write_text
 from launcher.cli.plan import machine_to_plan
 from launcher.console import bytes_as_text, program, two_digits, working
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError, suggestion
+from launcher.models.quantization import quantization, why_not_dequantized
 from launcher.planner.formatting import speed_text
 from launcher.planner.machine import Machine
 from launcher.recipe.decisions import Choices, Derived
 from launcher.recipe.load import load_recipe
-from launcher.recipe.model_config import quantization, why_not_dequantized, why_not_packed
+from launcher.recipe.model_config import why_not_packed
 from launcher.recipe.schema import Recipe
 from launcher.recipe.section import Section
 from launcher.recipe.yaml_text import as_override, parse_yaml

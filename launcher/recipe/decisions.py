@@ -15,9 +15,9 @@ from typing import Any
 
 from launcher.distributed.hardware import computes_in_bfloat16
 from launcher.errors import RecipeError
-from launcher.recipe.combinations import excludes_compile, plain_value, value_of
-from launcher.recipe.decode import KeyPath, Problem, keys
+from launcher.recipe.decode import KeyPath, Problem, keys, plain_value, value_of
 from launcher.recipe.model_config import why_not_packed
+from launcher.recipe.rules import excluded_by
 from launcher.recipe.schema import Recipe
 from launcher.recipe.section import AutoFloat, AutoInt
 from launcher.recipe.yaml_text import flow_yaml
@@ -93,7 +93,7 @@ def decide_packing(
         data["packing"] = False
         derived["data", "packing"] = Derived(False, f"because {why}")
     elif why is not None:
-        yield Problem(("data", "packing"), f"{why}; set it to auto, or to false")
+        yield Problem(("data", "packing"), "not-with-model", f"{why}; set it to auto, or to false")
 
 
 def decide_precision(plain: dict[str, Any], derived: dict[KeyPath, Derived]) -> None:
@@ -111,7 +111,8 @@ def decide_precision(plain: dict[str, Any], derived: dict[KeyPath, Derived]) -> 
 
 def decide_compile(recipe: Recipe, derived: dict[KeyPath, Derived]) -> Recipe:
     """The recipe with false in place of `model.compile: auto` if another key excludes compilation."""
-    if recipe.model.compile != "auto" or (key := excludes_compile(recipe)) is None:
+    key = excluded_by(recipe, "model.compile", "true")
+    if recipe.model.compile != "auto" or key is None:
         return recipe
     derived["model", "compile"] = Derived(False, f"because {key} excludes it")
     return replace(recipe, model=replace(recipe.model, compile=False))

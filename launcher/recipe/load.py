@@ -1,7 +1,7 @@
 """From `recipe=NAME key=value ...` to a checked Recipe.
 
 `yaml_text.py` reads the YAML, OmegaConf interpolates, `columns.py` looks at the data, `decode.py`
-makes a Recipe of the plain values, and `validate.py` has the rules that join several keys.
+makes a Recipe of the plain values, and `rules.py` has the rules that join several keys.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from launcher.errors import RecipeError, first_line, suggestion
-from launcher.recipe.combinations import ALTERNATIVES, kind_by_keys, plain_value
 from launcher.recipe.decisions import (
     Derived,
     decide_compile,
@@ -46,12 +45,13 @@ from launcher.recipe.decode import (
     dotted,
     invalidated_with,
     merged,
+    plain_value,
     shown,
 )
 from launcher.recipe.find import find_recipe, shown_path, written_as
 from launcher.recipe.objectives import kinds_of_objective
+from launcher.recipe.rules import ALTERNATIVES, check, kind_by_keys
 from launcher.recipe.schema import DEFAULT_RUN_DIR, Recipe
-from launcher.recipe.validate import check
 from launcher.recipe.yaml_text import NotYamlError, parse_yaml
 from launcher.recipe.yaml_text import to_yaml as to_yaml
 from launcher.sources.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
@@ -102,7 +102,7 @@ class Origins:
     def cite(self, problem: Problem) -> str:
         """One line: where, which key, what is wrong."""
         if (there := self.adapter.get(problem.path[:2])) is not None:
-            problem = Problem(("lora", "path"), f"{there}: {problem.message}")
+            problem = problem._replace(path=("lora", "path"), message=f"{there}: {problem.message}")
         where, key = self.locate(problem.path), dotted(problem.path)
         if isinstance(where, str):
             place, key = "command line", where if where.partition("=")[0] == key else key
@@ -110,11 +110,16 @@ class Origins:
             place = f"{self.file}:{where}" if where else self.file
         message = problem.message
         kind = (self.derived | self.as_text).get(("data", "kind"))
-        if message.startswith("needs data.kind=") and kind is not None:
+        if problem.rule == "needs-data.kind" and kind is not None:
             message += f"; it is {kind}"
         if problem.path in self.derived:
             key += f" ({self.derived[problem.path]})"
         return f"{place}: {shown(key)}: {shown(message, 3000)}"
+
+    def refuse(self, problems: Sequence[Problem]) -> RecipeError:
+        """The error with these problems."""
+        rules = [f"{dotted(problem.path)}/{problem.rule}" for problem in problems]
+        return RecipeError([self.cite(problem) for problem in problems], rules=rules)
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ class LoadedRecipe:
 
     def refuse(self, path: KeyPath, message: str) -> RecipeError:
         """An error about a key that is found after the check, such as a GPU without bfloat16."""
-        return RecipeError(self.origins.cite(Problem(path, message)))
+        return self.origins.refuse([Problem(path, "refused", message)])
 
 
 def load_recipe(
@@ -170,7 +175,7 @@ def load_recipe(
         return isinstance(where, str), where if isinstance(where, int) else overrides.index(where)
 
     if problems:
-        raise RecipeError([origins.cite(problem) for problem in sorted(problems, key=order)])
+        raise origins.refuse(sorted(problems, key=order))
     generate, folder = recipe.evaluation.generate, str(file.resolve().parent)
     metrics = generate.metrics if generate is not None else ()
     own = recipe.own_functions() or any(":" in name for name in metrics)
@@ -232,7 +237,7 @@ def _override(plain: dict[str, Any], argument: str, places: Places) -> Problem |
         hint = ", such as batch.micro_batch_size=4"
         if (meant := written_as(argument)) is not None:
             hint = f"; write {shlex.quote(meant)}"
-        return Problem(path, f"an override is key=value{hint}")
+        return Problem(path, "not-key=value", f"an override is key=value{hint}")
     value: Any = text
     lines: dict[KeyPath, int] = {}
     try:
@@ -240,12 +245,12 @@ def _override(plain: dict[str, Any], argument: str, places: Places) -> Problem |
             value, lines = parse_yaml(text)
     except NotYamlError as error:
         places[path] = argument
-        return Problem(path, f"not a value: {error}")
+        return Problem(path, "not-yaml", f"not a value: {error}")
     if (joined := _joined_key(value)) is not None:
         places[path] = argument
         name, _, rest = joined.partition(":")
         what = f"YAML wants a space after the colon: {{{name}: {rest}}}, not {{{joined}}}"
-        return Problem(path, what)
+        return Problem(path, "joined-key", what)
     if not isinstance(value, dict):  # a section keeps its other keys
         for place in [place for place in places if place[: len(path)] == path]:
             del places[place]
@@ -313,13 +318,13 @@ def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
         total += counter.count(path) if len(texts) <= _MOST_INTERPOLATIONS else 1
         if total > _MOST_INTERPOLATIONS:
             what = f"more than {_MOST_INTERPOLATIONS} interpolations up to here"
-            raise RecipeError(origins.cite(Problem(path, what)))
+            raise origins.refuse([Problem(path, "too-many-interpolations", what)])
     for path in texts:
         try:
             OmegaConf.create([_get(plain, path)])
         except GrammarParseError:
             what = "is no interpolation: write ${section.key}, or \\${ for the two characters"
-            problems.append(Problem(path, what))
+            problems.append(Problem(path, "interpolation", what))
             _get(plain, path[:-1])[path[-1]] = None
     tree = OmegaConf.create(merged(dataclasses.asdict(DEFAULT), plain))
     for path in texts:
@@ -332,7 +337,7 @@ def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
             value, what = None, first_line(error)
             if isinstance(error, RecursionError):
                 what = "it leads back to itself"
-            problems.append(Problem(path, f"cannot be interpolated: {what}"))
+            problems.append(Problem(path, "interpolation", f"cannot be interpolated: {what}"))
         _get(plain, path[:-1])[path[-1]] = value
     return problems
 
@@ -435,7 +440,7 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
         try:
             first = None if source.get("kind") is not None else first_row(files, hub=hub)
         except RecipeError as error:
-            yield Problem(where, str(error))
+            yield Problem(where, "first-row", str(error))
             continue
         keys = data | {key: value for key, value in source.items() if value is not None}
         named, ignored = named_columns(keys), keys.get("ignore_columns") or ()
@@ -476,7 +481,7 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
             if why is not None:
                 origins.derived[path] = Derived(kind, why)
         if first is not None and problem is not None:
-            yield Problem(where, f"{shown(first[0])}: {problem}")
+            yield Problem(where, "first-row", f"{shown(first[0])}: {problem}")
     sets = data.get("validation")
     if data.get("kind") in (None, "text"):  # then it was not given
         for name, files in (sets if isinstance(sets, dict) else {"": sets}).items():
@@ -492,9 +497,8 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
 def _refuse_rows_as_text(where: KeyPath, files: list[str]) -> Iterator[Problem]:
     if (file := rows_as_text(files)) is not None:
         what = "its lines are JSON objects, and its name says that it is text: name it .jsonl, or "
-        yield Problem(
-            where, f"{shown(file)}: {what}set data.kind=text to train it as it is written"
-        )
+        what = f"{shown(file)}: {what}set data.kind=text to train it as it is written"
+        yield Problem(where, "rows-as-text", what)
 
 
 def _absent_column(first: tuple[str, Mapping[str, Any]], ignored: object) -> str | None:
@@ -538,7 +542,7 @@ def _characters(plain: dict[str, Any], reported: set[KeyPath]) -> Iterator[Probl
     for path, text in _walk(plain, ()):
         wrong = _NOT_TEXT.search(text) if isinstance(text, str) else None
         if wrong is not None and path not in reported:
-            yield Problem(path, f"holds {wrong[0]!r}, which is no character of a text")
+            yield Problem(path, "not-text", f"holds {wrong[0]!r}, which is no character of a text")
 
 
 def _continued_adapter(plain: dict[str, Any], origins: Origins) -> Iterator[Problem]:
@@ -551,7 +555,7 @@ def _continued_adapter(plain: dict[str, Any], origins: Origins) -> Iterator[Prob
     try:
         keys = adapter_keys(path)
     except ValueError as error:
-        yield Problem(("lora", "path"), str(error))
+        yield Problem(("lora", "path"), "no-adapter", str(error))
         return
     for key, value in keys.items():
         given = lora.get(key)
@@ -561,7 +565,7 @@ def _continued_adapter(plain: dict[str, Any], origins: Origins) -> Iterator[Prob
         if given is not None and names != value:
             there, here = (json.dumps(each, default=str) for each in (value, given))
             what = f"{here}, but the adapter in {path} has {there}; leave the key out"
-            yield Problem(("lora", key), what)
+            yield Problem(("lora", key), "not-as-lora.path", what)
         if given is None:
             name = next(theirs for theirs, ours in PEFT_KEYS.items() if ours == key)
             origins.adapter["lora", key] = f"{Path(path) / ADAPTER_CONFIG}: {name}"
