@@ -24,7 +24,7 @@ from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError, suggestion
 from launcher.models.quantization import quantization, why_not_dequantized
 from launcher.planner.formatting import speed_text
 from launcher.planner.machine import Machine
-from launcher.recipe.decisions import Choices, Derived
+from launcher.recipe.derived import Choices, Derived
 from launcher.recipe.load import load_recipe
 from launcher.recipe.model_config import why_not_packed
 from launcher.recipe.schema import Recipe

@@ -27,7 +27,7 @@ from launcher.models.build import make_config
 from launcher.planner.facts import Facts, Rows
 from launcher.planner.speed import time_text
 from launcher.recipe import schema
-from launcher.recipe.decisions import Choices, Derived, open_sizes, stands_for, with_value
+from launcher.recipe.derived import Choices, Derived, open_sizes, stands_for, with_value
 from launcher.recipe.model_config import of_text
 from launcher.recipe.schema import Recipe
 from launcher.recipe.yaml_text import as_override

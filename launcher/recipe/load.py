@@ -27,14 +27,6 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
 from launcher.errors import RecipeError, first_line, suggestion
-from launcher.recipe.decisions import (
-    Derived,
-    decide_compile,
-    decide_packing,
-    decide_precision,
-    drop_idle_auto,
-    open_rate_of_adapters,
-)
 from launcher.recipe.decode import (
     ARGUMENTS,
     DEFAULT,
@@ -47,6 +39,14 @@ from launcher.recipe.decode import (
     merged,
     plain_value,
     shown,
+)
+from launcher.recipe.derived import (
+    Derived,
+    decide_compile,
+    decide_packing,
+    decide_precision,
+    drop_idle_auto,
+    open_rate_of_adapters,
 )
 from launcher.recipe.find import find_recipe, shown_path, written_as
 from launcher.recipe.objectives import kinds_of_objective

@@ -28,8 +28,8 @@ from launcher.models.recurrent import missing_kernels
 from launcher.models.shards import local_bytes
 from launcher.optimizers.optimizer import warmup_steps
 from launcher.recipe import schema
-from launcher.recipe.decisions import Derived
 from launcher.recipe.decode import KeyPath, dotted
+from launcher.recipe.derived import Derived
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
 from launcher.sources.hub import commit_of, is_model_id, model_folder
