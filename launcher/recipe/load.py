@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from launcher.errors import RecipeError, first_line, suggestion
+from launcher.errors import RecipeError, first_line
 from launcher.recipe.decode import (
     ARGUMENTS,
     DEFAULT,
@@ -55,8 +55,9 @@ from launcher.recipe.schema import DEFAULT_RUN_DIR, Recipe
 from launcher.recipe.yaml_text import NotYamlError, parse_yaml
 from launcher.recipe.yaml_text import to_yaml as to_yaml
 from launcher.sources.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
-from launcher.sources.finding import first_row, rows_as_text, why_text
-from launcher.sources.layouts import ATTACHMENTS, guess, lost_meaning, named_columns, no_layout
+from launcher.sources.finding import rows_as_text, why_text
+from launcher.sources.first_look import FirstLook, look_at
+from launcher.sources.layouts import ATTACHMENTS, named_columns
 
 _LARGEST_FILE = 2**20
 _MOST_INTERPOLATIONS = 500
@@ -426,72 +427,68 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
             origins.derived["data", "validation_split"] = instead
     if data.get("kind") is not None:
         return
-    train, kinds = data.get("train"), kinds_of_objective(plain)
+    kinds = kinds_of_objective(plain)
     assumed = kind_by_keys(plain, kinds)
-    changed = assumed != DEFAULT.data.kind
-    by_keys = "by the other keys of the recipe" if changed else None
-    mixture = train if isinstance(train, dict) else {"": {"files": train}}
-    for name, source in mixture.items():
-        files = source.get("files") if isinstance(source, dict) else None
-        files = [files] if isinstance(files, str) else files
-        if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+    by_keys = "by the other keys of the recipe" if assumed != DEFAULT.data.kind else None
+    train, validation = data.get("train"), data.get("validation")
+    for name, source in (train if isinstance(train, dict) else {"": {"files": train}}).items():
+        files = _texts(source.get("files")) if isinstance(source, dict) else []
+        if not files or source.get("kind") is not None:
             continue
         where: KeyPath = ("data", "train", name, "files") if name else ("data", "train")
+        keys = data | {key: value for key, value in source.items() if value is not None}
+        ignored = _texts(keys.get("ignore_columns"))
         try:
-            first = None if source.get("kind") is not None else first_row(files, hub=hub)
+            seen = look_at(
+                files,
+                named_columns(keys),
+                kinds=kinds,
+                ignored=ignored,
+                to_check=_texts(source.get("ignore_columns")) if name else ignored,
+                attachments=[
+                    kind for kind, key in ATTACHMENTS.items() if plain.get(key) is not None
+                ],
+                hub=hub,
+            )
         except RecipeError as error:
             yield Problem(where, "first-row", str(error))
-            continue
-        keys = data | {key: value for key, value in source.items() if value is not None}
-        named, ignored = named_columns(keys), keys.get("ignore_columns") or ()
-        ignored = [ignored] if isinstance(ignored, str) else ignored
-        if not isinstance(ignored, list):  # reported when the recipe is decoded
-            ignored = []
-        found = problem = None
-        if first is not None:
-            found = guess(first[1], named, kinds=kinds, ignored=ignored)
-            if found is None:
-                problem = no_layout(first[1], named, ignored=ignored)
-            else:
-                sees = [kind for kind, name in ATTACHMENTS.items() if plain.get(name) is not None]
-                problem = lost_meaning(first[1], found, ignored, attachments=sees)
-                problem = problem or _absent_column(
-                    first, source.get("ignore_columns") if name else ignored
-                )
-        elif named:  # the data cannot be looked at: by what the recipe says of its columns
-            row = dict.fromkeys(named.values())
-            found = guess(row, named, kinds=kinds)
-        kind: str = "text" if found is None else found.layout.kind
-        why = None
-        if first is not None and problem is not None:  # alone: not with rules about its kind
+            seen = FirstLook(None)
+        kind, why = seen.kind or "text", None
+        if seen.problem is not None:  # alone: not with rules about its kind
             kind = kind_by_keys(plain, (kind, *kinds))
-        elif first is not None:
-            why = f"by the columns of {shown(first[0])}"
-        elif found is None and (text := why_text(files)) is not None:
+            yield Problem(where, "first-row", f"{shown(str(seen.file))}: {seen.problem}")
+        elif seen.file is not None:
+            why = f"by the columns of {shown(seen.file)}"
+        elif seen.kind is None and (text := why_text(files)) is not None:
             origins.as_text["data", "kind"] = Derived("text", f"as {shown(text)}")
-        elif found is None:
+        elif seen.kind is None:
             kind, why = assumed, by_keys
-        if kind == "text" and source.get("kind") is None:
+        if kind == "text":
             yield from _refuse_rows_as_text(where, files)
-        path: KeyPath = (
-            ("data", "kind") if data.get("kind") is None else ("data", "train", name, "kind")
-        )
-        if kind != data.get("kind") and source.get("kind") is None:
-            (data if len(path) == 2 else source)["kind"] = kind
+        is_first = data.get("kind") is None
+        if kind != data.get("kind"):
+            (data if is_first else source)["kind"] = kind
             if why is not None:
+                path: KeyPath = ("data", "kind") if is_first else ("data", "train", name, "kind")
                 origins.derived[path] = Derived(kind, why)
-        if first is not None and problem is not None:
-            yield Problem(where, "first-row", f"{shown(first[0])}: {problem}")
-    sets = data.get("validation")
     if data.get("kind") in (None, "text"):  # then it was not given
-        for name, files in (sets if isinstance(sets, dict) else {"": sets}).items():
-            files = [files] if isinstance(files, str) else files
-            if isinstance(files, list) and all(isinstance(file, str) for file in files):
-                where = ("data", "validation", name) if name else ("data", "validation")
-                yield from _refuse_rows_as_text(where, files)
+        for name, files in (
+            validation if isinstance(validation, dict) else {"": validation}
+        ).items():
+            where = ("data", "validation", name) if name else ("data", "validation")
+            yield from _refuse_rows_as_text(where, _texts(files))
     if data.get("kind") is None and data.get("builder") is None and by_keys is not None:
         plain["data"] = data | {"kind": assumed}
         origins.derived["data", "kind"] = Derived(assumed, by_keys)
+
+
+def _texts(value: object) -> list[str]:
+    """A list of texts, or one; empty for other values, which are reported when the recipe is
+    decoded."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        return []
+    return texts
 
 
 def _refuse_rows_as_text(where: KeyPath, files: list[str]) -> Iterator[Problem]:
@@ -499,18 +496,6 @@ def _refuse_rows_as_text(where: KeyPath, files: list[str]) -> Iterator[Problem]:
         what = "its lines are JSON objects, and its name says that it is text: name it .jsonl, or "
         what = f"{shown(file)}: {what}set data.kind=text to train it as it is written"
         yield Problem(where, "rows-as-text", what)
-
-
-def _absent_column(first: tuple[str, Mapping[str, Any]], ignored: object) -> str | None:
-    """The problem of a name in data.ignore_columns that no row has; None: there is none. The rows of
-    a .jsonl file may have other columns than the first: there, only a misspelt name is a problem."""
-    file, row = first
-    for column in ignored if isinstance(ignored, list) else ():
-        near = suggestion(str(column), row)
-        if column not in row and (near or ".json" not in file):
-            what = f"data.ignore_columns names a column that is not there: {column}{near}"
-            return f"{what}; columns: {', '.join(map(str, row))}"
-    return None
 
 
 class _Counter:

@@ -548,12 +548,8 @@ def _overlong(recipe: Recipe) -> Found:
             yield (*path, "overlong"), "not-for-kind", f"not for kind {kind}, whose texts are cut"
 
 
-def _packing(recipe: Recipe) -> Found:
+def _packed_lengths(recipe: Recipe) -> Found:
     tokens, data = recipe.batch.micro_batch_tokens, recipe.data
-    if data.packing and recipe.model.task == "masked_lm" and data.builder is None:
-        what = "packed documents would see each other in attention to both sides; set it to false"
-        what = f"not available with model.task: masked_lm: {what}"
-        yield "data.packing", "not-with-model.task", what
     packed = data.packing and KINDS[data.kind].loss_on != "class"
     for key, given in (
         ("batch.micro_batch_tokens", tokens is not None and not data.joins_rows),
@@ -759,7 +755,7 @@ _RULES = (
     _labels,
     _columns,
     _overlong,
-    _packing,
+    _packed_lengths,
     _micro_batch_tokens,
     _template_values,
     _metrics,

@@ -251,7 +251,7 @@ IN_ARGUMENTS = r"""
 | @prefer & preference.margin=1 | /needs-preference.loss
 | data.kind=preference & preference.loss=robust | /needs-preference.label_smoothing
 | data.kind=preference & preference={loss: robust, label_smoothing: 0.5} | preference.label_smoothing/range
-| @masked & data.packing=true | /not-with-model.task
+| @masked & data.packing=true | /not-with-model
 | @masked & data.mask_probability=0 | /range
 | @masked & data.mask_probability=-1 | /range
 | @masked & data.mask_probability=1 | /range
