@@ -125,6 +125,7 @@ def plain_value(plain: Any, key: str) -> Any:
     return plain
 
 
+@functools.cache
 def default_of(key: str) -> Any:
     """The default of a key, also of one in a section whose default is null."""
     section: Any = Recipe

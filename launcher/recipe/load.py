@@ -327,7 +327,11 @@ def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
             what = "is no interpolation: write ${section.key}, or \\${ for the two characters"
             problems.append(Problem(path, "interpolation", what))
             _get(plain, path[:-1])[path[-1]] = None
-    tree = OmegaConf.create(merged(dataclasses.asdict(DEFAULT), plain))
+    whole = merged(dataclasses.asdict(DEFAULT), plain)
+    # Without the sections that no text is in or names: making the tree takes most of the loading
+    named = "".join(str(_get(plain, path)) for path in texts)
+    needed = {path[0] for path in texts} | {name for name in whole if str(name) in named}
+    tree = OmegaConf.create({name: whole[name] for name in whole if name in needed})
     for path in texts:
         try:
             _environment.was_read = False
