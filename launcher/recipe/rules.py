@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from launcher.distributed.rank_layout import PARALLEL_SIZES, LayoutSizes, sizes_of
+from launcher.libraries.extras import missing_extra
 from launcher.recipe.decode import KeyPath, Problem, default_of, plain_value, value_of
 from launcher.recipe.model_config import change_problems, config_problems, of_text, size_problems
 from launcher.recipe.objectives import OBJECTIVES, objective_of
@@ -268,6 +269,7 @@ def check(
     rules = [
         *(_needs(sound, key, rule) for rule in NEEDS for key in rule.keys.split()),
         *(_one_of(sound, alternatives) for alternatives in _ONE_OF),
+        *(_installed(sound, key) for key in _EXTRAS),
         *(rule(sound) for rule in (*_RULES, *(_FILE_RULES if files else ()))),
         *(rule(sound, ranks) for rule in _RANK_RULES),
     ]
@@ -349,6 +351,15 @@ def _one_of(recipe: Recipe, keys: Sequence[str]) -> Found:
     for key in given[1:]:
         what = f"{given[0]} is given too; set one to null: {given[0]}=null or {key}=null"
         yield key, f"not-with-{given[0]}", what
+
+
+_EXTRAS = {"lora": "peft", "images": "PIL", "logging.tensorboard": "tensorboard"}
+"""Keys that need a module of an extra."""
+
+
+def _installed(recipe: Recipe, key: str) -> Found:
+    if value_of(recipe, key) and (missing := missing_extra(_EXTRAS[key])) is not None:
+        yield key, "not-installed", missing
 
 
 # Model

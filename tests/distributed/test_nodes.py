@@ -131,7 +131,6 @@ def test_slow_rank_is_reported(folder, strategy):
     assert "since step 25 (3 s)" in first
     assert second.startswith(f"rank 1 on {nodes[1].name} is no longer slow, after ")
     assert "rank 0 on" not in printed
-    assert printed.count("bottleneck: ") == 1, "expected once, at the end of the run"
     lines = {line["step"]: line for line in records(run_dir)}
     slow, usual = ([lines[step] for step in steps] for steps in (range(25, 50), range(2, 25)))
     assert {line["slowest_rank"] for line in slow} == {1}
