@@ -476,11 +476,10 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
                 path: KeyPath = ("data", "kind") if is_first else ("data", "train", name, "kind")
                 origins.derived[path] = Derived(kind, why)
     if data.get("kind") in (None, "text"):  # then it was not given
-        for name, files in (
-            validation if isinstance(validation, dict) else {"": validation}
-        ).items():
+        sets = validation if isinstance(validation, dict) else {"": validation}
+        for name, patterns in sets.items():
             where = ("data", "validation", name) if name else ("data", "validation")
-            yield from _refuse_rows_as_text(where, _texts(files))
+            yield from _refuse_rows_as_text(where, _texts(patterns))
     if data.get("kind") is None and data.get("builder") is None and by_keys is not None:
         plain["data"] = data | {"kind": assumed}
         origins.derived["data", "kind"] = Derived(assumed, by_keys)

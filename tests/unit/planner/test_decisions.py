@@ -21,7 +21,7 @@ from launcher.planner.decisions import (
 )
 from launcher.planner.facts import Facts
 from launcher.planner.machine import known_machine
-from launcher.recipe import decisions as of_recipe
+from launcher.recipe import derived as of_recipe
 from launcher.recipe.decode import keys, subsection, value_of
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
