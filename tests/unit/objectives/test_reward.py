@@ -21,7 +21,7 @@ from launcher.recipe.schema import Data
 from tests import datasets
 from tests.micro_batches import contents
 from tests.unit.data.rows import write
-from tests.unit.models.test_preference import LENGTH, PAIRS, SMALL, dataset_of
+from tests.unit.objectives.test_preference import LENGTH, PAIRS, SMALL, dataset_of
 
 PADDING = 2
 TRL = {
