@@ -211,8 +211,8 @@ def test_run_survives_a_disconnected_node(folder, one_rank):
 
 
 def manifest_arguments(**replaced):
-    """Arguments of the container in the manifest of docs/nodes.md, with other values."""
-    page = (REPOSITORY / "docs/nodes.md").read_text()
+    """Arguments of the container in the manifest of docs/clusters.md, with other values."""
+    page = (REPOSITORY / "docs/clusters.md").read_text()
     block = re.search(r"```yaml\n(apiVersion.*?)```", page, re.DOTALL)[1]
     _, job = yaml.safe_load_all(block)
     (container,) = job["spec"]["template"]["spec"]["containers"]

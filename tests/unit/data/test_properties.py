@@ -47,7 +47,9 @@ def test_a_permutation_has_each_index_once(size, seed, epoch):
     accumulation=some.integers(1, 3),
     seed=SEEDS,
 )
-def test_each_sample_once_in_an_epoch_on_any_ranks(samples, epochs, micro, ranks, accumulation, seed):
+def test_each_sample_once_in_an_epoch_on_any_ranks(
+    samples, epochs, micro, ranks, accumulation, seed
+):
     order = SampleOrder(samples=samples, seed=seed, shuffle=True, epochs=epochs)
     size = micro * ranks * accumulation
     steps = -(-samples * epochs // size)
@@ -140,7 +142,9 @@ def test_a_store_continued_after_any_part_is_the_same(tasks, data, tmp_path_fact
                 if end == len(tasks):
                     meta = writer.finish()
                 elif end < len(tasks):
-                    writer.add(stores[end])  # of a part that is not done: the process is killed here
+                    writer.add(
+                        stores[end]
+                    )  # of a part that is not done: the process is killed here
         return meta, {file.name: file.read_bytes() for file in folder.iterdir()}
 
     folder = tmp_path_factory.mktemp("stores")
@@ -158,7 +162,9 @@ def test_held_out_rows_do_not_depend_on_their_order(hashes):
 
 
 TOKENIZER = bpe_tokenizer()
-TURNS = some.text(some.characters(codec="utf-8", exclude_characters="<>|[]{}"), min_size=1, max_size=12)
+TURNS = some.text(
+    some.characters(codec="utf-8", exclude_characters="<>|[]{}"), min_size=1, max_size=12
+)
 
 
 @fewer
