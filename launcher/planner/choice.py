@@ -29,8 +29,8 @@ from launcher.planner.profile import (
 from launcher.planner.recipe_values import has_reductions_to_choose, micro_batches_of
 from launcher.planner.search import fastest_that_fits, search_configurations
 from launcher.planner.work import Work, with_most_saved
-from launcher.recipe.combinations import value_of
-from launcher.recipe.decisions import with_value
+from launcher.recipe.decode import value_of
+from launcher.recipe.derived import with_value
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
 from launcher.strategies.base import compute_dtype, dtype_name

@@ -28,8 +28,8 @@ from launcher.planner.recipe_values import cache_key, micro_batches_of, with_ran
 from launcher.planner.speed import estimate_time
 from launcher.planner.trace import UntraceableError, trace_step, with_compiled_blocks
 from launcher.planner.work import Work, state_bytes
-from launcher.recipe.layouts import ATTACHMENTS
 from launcher.recipe.schema import Recipe
+from launcher.sources.layouts import ATTACHMENTS
 from launcher.training.model import PreparedModel
 
 MiB, GiB = 2**20, 2**30

@@ -28,8 +28,8 @@ from launcher.planner.profile import profile_model
 from launcher.planner.recipe_values import has_reductions_to_choose
 from launcher.planner.speed import estimate_time
 from launcher.planner.work import Work
+from launcher.recipe.rules import check
 from launcher.recipe.schema import Lora, Recipe
-from launcher.recipe.validate import check
 
 EQUAL_SPEED = 0.02
 """Relative difference of speeds: of configurations that differ by less, the simplest is chosen."""

@@ -40,7 +40,7 @@ from launcher.planner.machine import Machine, known_machine
 from launcher.planner.plan import estimated_plan
 from launcher.planner.sizes import count_rows, open_stores, sizes_text, why_not_counted
 from launcher.planner.work import Work
-from launcher.recipe.decisions import Choices, with_value
+from launcher.recipe.derived import Choices, with_value
 from launcher.recipe.load import to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.reliability.run_directory import RunFolder

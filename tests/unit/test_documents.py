@@ -444,7 +444,7 @@ def test_the_reading_path_names_files_and_definitions_that_exist():
         "distributed/hardware.py": "h100",
         "cli/main.py": "doctor",
         "metrics/sinks.py": "wandb",
-        "recipe/layouts.py": "classification",
+        "sources/layouts.py": "classification",
         "data/encoder.py": "classification",
         "recipe/objectives.py": "classification",
         "objectives/masked.py": "masked",

@@ -16,8 +16,8 @@ from launcher.checkpoint.resume import check_recipe, recipe_of_state, recipe_to_
 from launcher.cli.main import run
 from launcher.errors import RecipeError
 from launcher.recipe import schema
-from launcher.recipe.decisions import Derived
 from launcher.recipe.decode import decode, dotted, subsection
+from launcher.recipe.derived import Derived
 from launcher.recipe.functions import call_function
 from launcher.recipe.load import (
     argument_digests,
