@@ -129,7 +129,7 @@ test: lint types
 # Unit tests without the slow ones, twenty golden steps and a plan
 .PHONY: check
 check: lint
-	$(BIN)/python -m pytest -m 'not slow and not long and not gpu' --numprocesses 2 --dist loadfile \
+	CHECK=1 $(BIN)/python -m pytest -m 'not slow and not long and not gpu' --numprocesses 2 --dist loadfile \
 		tests/unit/recipe tests/unit/data tests/unit/objectives tests/unit/slurm tests/unit/test_house.py \
 		tests/unit/planner/test_plan_command.py tests/golden
 
@@ -147,10 +147,12 @@ test-turn:
 	@case $(SHARE) in [01]*) turn=test-readers ;; [23]*) turn=test-versions ;; *) turn=test-share ;; esac; \
 		echo "this commit's turn: make $$turn SHARE=$(SHARE)"; $(MAKE) $$turn
 
-# Records what the runs of tests/golden compute, where a commit says why it changes
+# Records what the runs of tests/golden compute, and the messages for broken recipes, where a commit
+# says why they change
 .PHONY: golden
 golden: $(INSTALLED)
-	GOLDEN=write $(BIN)/python -m pytest -q tests/golden
+	GOLDEN=write $(BIN)/python -m pytest -q tests/golden \
+		tests/unit/recipe/test_broken_recipes.py
 
 # On a machine that does nothing else: ratios of medians, of runs in turn
 benchmark: $(INSTALLED)

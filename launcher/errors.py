@@ -18,10 +18,15 @@ EXIT_STOPPED = 75
 
 
 class RecipeError(ValueError):
-    """The user's recipe or arguments cannot be run. Holds all problems, a line each."""
+    """The user's recipe or arguments cannot be run. Holds all problems, a line each.
 
-    def __init__(self, problems: str | Sequence[str]) -> None:
+    rules: for each problem of a recipe the key and the name of the rule, such as
+    `data.labels/needs-data.kind`, which stay when the words change.
+    """
+
+    def __init__(self, problems: str | Sequence[str], *, rules: Sequence[str] = ()) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
+        self.rules = list(rules)
         super().__init__("\n".join(self.problems))
 
 

@@ -15,8 +15,8 @@ from launcher.checkpoint.files import STATE, list_checkpoints, verify
 from launcher.data.batching import Position
 from launcher.errors import RecipeError
 from launcher.recipe import schema
-from launcher.recipe.decisions import with_recorded
 from launcher.recipe.decode import subsection
+from launcher.recipe.derived import with_recorded
 from launcher.recipe.load import argument_digests, load_recipe, to_yaml, with_digests
 from launcher.recipe.objectives import SECTIONS
 from launcher.recipe.schema import Recipe

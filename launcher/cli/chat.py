@@ -19,8 +19,8 @@ from launcher.cli.requests import Terminated
 from launcher.console import configure_logging
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.recipe.functions import TRUST_HELP
-from launcher.recipe.layouts import ATTACHMENTS, with_article
 from launcher.sources.hub import is_model_id, model_folder, no_such_name
+from launcher.sources.layouts import ATTACHMENTS, with_article
 
 if TYPE_CHECKING:
     from launcher.cli.chat_model import ChatModel, Sampling

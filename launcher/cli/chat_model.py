@@ -44,8 +44,8 @@ from launcher.models.hugging_face_files import end_ids
 from launcher.models.safetensors_files import ADAPTER_CONFIG
 from launcher.recipe import schema
 from launcher.recipe.decode import shown
-from launcher.recipe.layouts import ATTACHMENTS, KINDS, with_article
 from launcher.recipe.load import recorded_recipe
+from launcher.sources.layouts import ATTACHMENTS, KINDS, with_article
 
 _COLDEST = 1e-4
 """At a lower temperature the most likely token is taken: logits / temperature could overflow."""

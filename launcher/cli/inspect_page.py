@@ -37,9 +37,9 @@ from launcher.models.micro_batch import IGNORED
 from launcher.objectives.base import count_attachments, dataset_objective
 from launcher.objectives.make import make_objective
 from launcher.planner.sizes import traits_from_recipe
-from launcher.recipe.layouts import ATTACHMENTS
 from launcher.recipe.schema import Batch, Recipe
 from launcher.sources.finding import find_parts
+from launcher.sources.layouts import ATTACHMENTS
 from launcher.sources.rows import read_all
 from launcher.training.model import width_multiple
 
@@ -159,7 +159,7 @@ def _open(recipe: Recipe, files: DataFiles) -> SequenceDataset:
     parts = find_parts(patterns, kind=data.kind, max_document=most, notes=notes)
     shard = assign_shards(parts, shards=1, seed=recipe.run.seed, shuffle=data.shuffle)[0]
     rows = itertools.islice(read_all(shard, column=encoder.text_column), _STREAMED)
-    unused: dict[str, str] = {}
+    unused: list[str] = []
     store = store_rows(list(encoder.encode_rows(rows, unused=unused)))
     if data.on_error == "fail" and store.skipped:
         raise RecipeError(list(problem_lines(store.skipped, rows=_STREAMED, complete=False)))

@@ -21,10 +21,17 @@ from launcher.cli.new_from import new_from, write_text
 from launcher.cli.plan import machine_to_plan
 from launcher.console import bytes_as_text, program, two_digits, working
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError, suggestion
+from launcher.models.quantization import quantization, why_not_dequantized
 from launcher.planner.formatting import speed_text
 from launcher.planner.machine import Machine
-from launcher.recipe.decisions import Choices, Derived
-from launcher.recipe.layouts import (
+from launcher.recipe.derived import Choices, Derived
+from launcher.recipe.load import load_recipe
+from launcher.recipe.model_config import why_not_packed
+from launcher.recipe.schema import Recipe, Strategy
+from launcher.recipe.yaml_text import as_override
+from launcher.sources.finding import first_row, rows_as_text
+from launcher.sources.hub import model_folder
+from launcher.sources.layouts import (
     ATTACHMENTS,
     TOKEN_KINDS,
     guess,
@@ -32,12 +39,6 @@ from launcher.recipe.layouts import (
     lost_meaning,
     no_layout,
 )
-from launcher.recipe.load import load_recipe
-from launcher.recipe.model_config import quantization, why_not_dequantized, why_not_packed
-from launcher.recipe.schema import Recipe, Strategy
-from launcher.recipe.yaml_text import as_override
-from launcher.sources.finding import first_row, rows_as_text
-from launcher.sources.hub import model_folder
 
 if TYPE_CHECKING:
     from launcher.planner.candidates import Configuration

@@ -30,7 +30,7 @@ from launcher.planner.machine import Machine
 from launcher.planner.page import write_plan
 from launcher.planner.plan_as_json import as_json
 from launcher.recipe.load import LoadedRecipe, load_recipe
-from launcher.recipe.validate import fits_ranks
+from launcher.recipe.rules import fits_ranks
 from launcher.reliability.json_files import Json
 
 _Nodes = Annotated[int, option("Nodes.", "N")]

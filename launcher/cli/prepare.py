@@ -64,7 +64,7 @@ def _tokenize(recipe: Recipe, files: DataFiles) -> None:
     from launcher.data.token_store import open_store
     from launcher.data.tokenizer import tokenizer_name
     from launcher.planner.sizes import traits_from_recipe
-    from launcher.recipe.layouts import unused_line
+    from launcher.sources.layouts import unused_line
 
     store = open_store(
         files.patterns,

@@ -25,8 +25,8 @@ from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, EXIT_STOPPED, EXIT_
 from launcher.planner.formatting import as_text
 from launcher.recipe.find import shown_path
 from launcher.recipe.load import load_recipe, to_yaml
+from launcher.recipe.rules import fits_ranks
 from launcher.recipe.schema import Recipe, Slurm
-from launcher.recipe.validate import fits_ranks
 from launcher.reliability.run_directory import RunFolder
 from launcher.slurm import scheduler
 from launcher.slurm.attempts import measured_lead, note_submission, submitted_jobs

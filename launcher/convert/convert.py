@@ -17,8 +17,8 @@ from launcher.convert.model_files import check_model
 from launcher.convert.text import recipe_text
 from launcher.errors import RecipeError
 from launcher.recipe.decode import DEFAULT, Problem, decode, dotted, keys, merged
+from launcher.recipe.rules import check
 from launcher.recipe.schema import Recipe
-from launcher.recipe.validate import check
 from launcher.recipe.yaml_text import NotYamlError, parse_yaml
 
 _TOOLS = {

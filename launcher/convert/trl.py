@@ -11,9 +11,9 @@ from launcher.convert import parts, rows
 from launcher.convert.conversion import Conversion, is_off
 from launcher.convert.rows import DataSet
 from launcher.errors import RecipeError
-from launcher.recipe.layouts import TOKEN_KINDS, guess
 from launcher.sources.finding import first_row
 from launcher.sources.hub import is_hub_id
+from launcher.sources.layouts import TOKEN_KINDS, guess
 
 SIGNS = (
     *("model_name_or_path", "dataset_name", "per_device_train_batch_size", "num_train_epochs"),

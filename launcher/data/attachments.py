@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from launcher.errors import RowError
 from launcher.files import checksum_of
-from launcher.recipe.layouts import ATTACHMENTS, with_article
+from launcher.sources.layouts import ATTACHMENTS, with_article
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture

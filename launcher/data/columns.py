@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from launcher.data.tokenizer import Ids
 from launcher.errors import RowError
-from launcher.recipe.layouts import KEYS
+from launcher.sources.layouts import KEYS
 from launcher.sources.rows import Values
 
 Weights = npt.NDArray[np.float32]

@@ -29,7 +29,7 @@ from launcher.data.token_store import ModelTraits, TokenStore
 from launcher.errors import RowError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
-from launcher.recipe.layouts import unused_line
+from launcher.sources.layouts import unused_line
 
 
 class SampleMaker(Protocol):

@@ -59,12 +59,12 @@ from launcher.data.tokenizer import (
 from launcher.errors import RowError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
-from launcher.recipe.layouts import (
+from launcher.recipe.template_names import missing_tokens, template_name
+from launcher.sources.layouts import (
     ATTACHMENTS,
     KINDS,
     Match,
     RowKind,
-    describe_column,
     has_content,
     lost_meaning,
     match_row,
@@ -75,7 +75,6 @@ from launcher.recipe.layouts import (
     unused_columns,
     with_named_parts,
 )
-from launcher.recipe.template_names import missing_tokens, template_name
 from launcher.sources.rows import Row, SourcePart, Values, in_batches, read_all
 
 _LOOKED_AT = 100
@@ -97,7 +96,7 @@ class Encoder:
     tokenizer: str | None
     """A folder, a hub id or `bytes`; None for kind tokens."""
     columns: dict[str, str]
-    """The columns that the recipe names, by their role (`recipe/layouts.py`)."""
+    """The columns that the recipe names, by their role (`sources/layouts.py`)."""
     labels: tuple[str, ...] | None = None
     template: str | None = None
     """The text of a chat template that replaces the tokenizer's own."""
@@ -199,12 +198,12 @@ class Encoder:
         ]
 
     def encode_rows(
-        self, rows: Iterable[Row], *, batch_rows: int = 64, unused: dict[str, str] | None = None
+        self, rows: Iterable[Row], *, batch_rows: int = 64, unused: list[str] | None = None
     ) -> Iterator[Encoded]:
         """One result per row, in order. Tokenizing in batches is several times faster.
 
-        unused: gains the columns with content that are not used, each with what it might be. Raises
-        RecipeError for a problem of the tokenizer.
+        unused: gains the columns with content that are not used. Raises RecipeError for a problem of
+        the tokenizer.
         """
         kind = _PROMPTED if KINDS[self.kind].answers else _KINDS[self.kind]
         for batch in in_batches(rows, most=batch_rows, size=lambda row: row.size):
@@ -218,15 +217,14 @@ class Encoder:
                     encoder = replace(self, modalities=tuple(of_file))
                 try:
                     found, values = encoder.match(row.values)
-                    rest = [*unused_columns(values, found, self.ignored)]
+                    rest = [name for name, _ in unused_columns(values, found, self.ignored)]
                     read = kind.read(encoder, found, values)
                     usable.append(read if kind.render is None else kind.render(encoder, read))
                 except RowError as error:
                     problems[index] = str(error)
                     continue
-                for column, value in rest:
-                    if unused is not None and column not in unused:
-                        unused[column] = describe_column(column, value, found)
+                if unused is not None:
+                    unused += [name for name in rest if name not in unused]
             documents = iter(kind.encode(self, usable) if usable else ())
             for row, problem in zip(batch, problems, strict=True):
                 if problem:

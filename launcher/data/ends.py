@@ -14,7 +14,7 @@ from launcher.data.template_source import variables
 from launcher.data.tokenizer import hugging_face_tokenizer, load_tokenizer
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
-from launcher.recipe.layouts import KINDS
+from launcher.sources.layouts import KINDS
 from launcher.sources.rows import Row, SourcePart
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from launcher.data.columns import read_list, read_text, read_weights
 from launcher.data.placing import is_part_of, lacks_file, place, place_of_row, placeholder_of
 from launcher.errors import RowError
-from launcher.recipe.layouts import (
+from launcher.sources.layouts import (
     ATTACHMENTS,
     BESIDE_TEXT,
     Match,

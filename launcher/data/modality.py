@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from launcher.data.attachments import Attachment, Source
 from launcher.data.messages import Message
-from launcher.recipe.layouts import ATTACHMENTS
+from launcher.sources.layouts import ATTACHMENTS
 
 if TYPE_CHECKING:
     from launcher.data.chat_template import Rendered

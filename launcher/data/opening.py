@@ -20,7 +20,7 @@ from launcher.data.problems import SHOWN
 from launcher.data.token_store import ModelTraits, TokenStore, open_store, rows_of_documents
 from launcher.errors import RecipeError
 from launcher.recipe import schema
-from launcher.recipe.layouts import KINDS
+from launcher.sources.layouts import KINDS
 
 
 def open_dataset(

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
-from launcher.recipe.layouts import KINDS
+from launcher.sources.layouts import KINDS
 
 if TYPE_CHECKING:
     from launcher.data.token_store import TokenStore

@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher.data.messages import Message, dialogue, parsed_messages
 from launcher.errors import RowError
-from launcher.recipe.layouts import Match
+from launcher.sources.layouts import Match
 from launcher.sources.rows import Values
 
 

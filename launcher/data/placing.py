@@ -19,7 +19,7 @@ from urllib.parse import unquote, urlsplit
 from launcher.data.attachments import Source
 from launcher.data.columns import encodable
 from launcher.errors import RowError
-from launcher.recipe.layouts import Match, typed, unused_column_of, with_article
+from launcher.sources.layouts import Match, typed, unused_column_of, with_article
 from launcher.sources.rows import Values
 
 if TYPE_CHECKING:

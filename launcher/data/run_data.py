@@ -55,10 +55,10 @@ from launcher.errors import RecipeError
 from launcher.models.hugging_face_files import add_ends
 from launcher.models.philox import derived_seed
 from launcher.recipe import schema
-from launcher.recipe.layouts import KINDS, match_row, named_columns
 from launcher.reliability.json_files import Json
 from launcher.sources.finding import find_parts, first_row
 from launcher.sources.hub import model_folder
+from launcher.sources.layouts import KINDS, match_row, named_columns
 
 logger = logging.getLogger(__name__)
 

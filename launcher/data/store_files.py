@@ -131,7 +131,7 @@ class StoreWriter:
         self.done = 0
         """Parts that are written."""
         self.sums: dict[str, int] = {"largest_id": -1}
-        self.unused: dict[str, str] = {}
+        self.unused: list[str] = []
         """See `TokenStore`."""
         self._saved = time.monotonic()
         self._files: dict[str, BinaryIO] = {}
@@ -147,7 +147,7 @@ class StoreWriter:
             os.truncate(folder / name, sizes[name])
         if noted:
             self.done, self.sums = noted["done"], noted["sums"]
-            self.unused = noted.get("unused", {})
+            self.unused = list(noted.get("unused", ()))
         self._tokens = int(self._read("lengths", np.int64).sum())
         self._attached_bytes = self._read("attachment_data", np.uint8).size
 
@@ -193,7 +193,7 @@ class StoreWriter:
         self.sums["largest_id"] = max(self.sums["largest_id"], store.largest_id)
         for name in COUNTS:
             self.sums[name] = self.sums.get(name, 0) + getattr(store, name)
-        self.unused = store.unused | self.unused
+        self.unused += [name for name in store.unused if name not in self.unused]
 
     def part_done(self) -> None:
         """All documents of the next part are appended."""

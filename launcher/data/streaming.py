@@ -52,9 +52,9 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError, RowError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
-from launcher.recipe.layouts import KINDS, describe_column, unused_columns, unused_line
 from launcher.sources.finding import content_sample
 from launcher.sources.hub import load_data_set
+from launcher.sources.layouts import KINDS, unused_columns, unused_line
 from launcher.sources.ranges import split
 from launcher.sources.rows import Row, SourcePart, read_rows
 
@@ -445,16 +445,16 @@ class StreamingDataset(IterableDataset[Collated | Unreadable]):
             lines.append(f"note: {unused_line(unused)}")
         return lines
 
-    def _unused(self) -> dict[str, str]:
+    def _unused(self) -> list[str]:
         """The columns that are not used in the first rows of a file of lines or row groups."""
-        unused: dict[str, str] = {}
+        unused: list[str] = []
         parts = (part for shard in self.shards for part in shard)
         part = next((part for part in parts if part.form in _DIVIDED), None)
         for row in itertools.islice(read_rows(part), _LOOKED_AT) if part is not None else ():
             with contextlib.suppress(RowError):  # reported when the row is read
                 found, values = self.encoder.match(row.values or {})
-                for column, value in unused_columns(values, found, self.encoder.ignored):
-                    unused.setdefault(column, describe_column(column, value, found))
+                rest = unused_columns(values, found, self.encoder.ignored)
+                unused += [column for column, _ in rest if column not in unused]
         return unused
 
 

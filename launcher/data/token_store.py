@@ -68,9 +68,9 @@ from launcher.errors import RecipeError, TrainingError
 from launcher.files import replace_text
 from launcher.models.micro_batch import WHOLE_ROW, Masking, RowPart
 from launcher.recipe import schema
-from launcher.recipe.layouts import ATTACHMENTS
 from launcher.reliability.lock import OwnedError, Ownership, Silence, current_owner
 from launcher.sources.finding import content_sample, file_states, find_parts
+from launcher.sources.layouts import ATTACHMENTS
 from launcher.sources.ranges import first_rows, split
 from launcher.sources.rows import Row, SourcePart, in_batches
 
@@ -175,8 +175,8 @@ class TokenStore:
     """Texts for classification that were longer than data.sequence_length."""
     cut_tokens: int = 0
     largest_id: int = -1
-    unused: dict[str, str] = field(default_factory=dict)
-    """Columns with content that are not used, each with what it might be."""
+    unused: list[str] = field(default_factory=list)
+    """Columns with content that are not used."""
     notes: list[str] = field(default_factory=list)
     """What to say at the start of how the rows are read."""
     file_notes: list[str] = field(default_factory=list)
@@ -628,7 +628,7 @@ def _run_task(
     row that cannot be used, and at most _COUNTED_ROWS further rows are read."""
     stores: list[TokenStore] = []
     held = count = 0
-    unused: dict[str, str] = {}
+    unused: list[str] = []
     rows = encoder.encode_rows(encoder.read(parts), unused=unused)
     try:
         for some in in_batches(rows, most=_STORE_ROWS, size=lambda one: one.row.size):

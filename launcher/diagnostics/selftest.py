@@ -26,7 +26,6 @@ from launcher.models.build import make_config
 from launcher.models.config_keys import check_config_keys
 from launcher.models.names import clean_name
 from launcher.models.shards import local_columns, local_rows
-from launcher.recipe.layouts import ATTACHMENTS
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import (
     ActivationCheckpointing,
@@ -41,6 +40,7 @@ from launcher.recipe.schema import (
 )
 from launcher.reliability.json_files import Json
 from launcher.sources.hub import model_folder
+from launcher.sources.layouts import ATTACHMENTS
 from launcher.training.setup import assemble
 from launcher.training.sum_check import SumCheck, check_sum, dropout_off
 

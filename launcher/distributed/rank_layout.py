@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,84 +22,24 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class ParallelSize:
     """A key of the recipe's `strategy` for the number of neighbouring ranks that compute one model
-    in parallel. What it needs of the model is checked where it is implemented, in `models`."""
+    in parallel. `recipe/rules.py` has what it needs of other keys. What it needs of the model is
+    checked where it is implemented, in `models`."""
 
     key: str
     divides: str
     """What the ranks have parts of."""
     same_sequences: bool
     """Whether the ranks compute the same sequences, and are one data parallel rank together."""
-    needs: tuple[tuple[str, bool | str], ...]
-    """Other keys, and what they must be if this size is above 1, as in the table of
-    `recipe/combinations.py`."""
-    needed_by: tuple[str, ...]
-    """Other keys that need this size to be 1. Those joined by a space need it if all are given."""
-    instead: Mapping[str, str] = field(default_factory=dict)
-    """For another key: what to do instead, as the end of a message."""
 
     @property
     def term(self) -> str:
         """What this is called in messages."""
         return self.key.removesuffix("_size").replace("_", " ")
 
-    def allows(self, key: str, value: str) -> bool:
-        """Whether a size above 1 allows this value of another key, which is not off."""
-        for keys, needed in self.needs:
-            if key in keys.split():
-                return isinstance(needed, str) and value in needed.split()
-        return True
 
-
-_EAGER = "; set model.compile=false"
-CONTEXT = ParallelSize(
-    key="context_parallel_size",
-    divides="sequences",
-    same_sequences=True,
-    needs=(
-        ("model.builder data.builder", False),
-        ("data.kind", "text tokens chat instruct"),
-        ("model.task", "causal_lm"),
-    ),
-    needed_by=("distillation",),
-)
-EXPERT = ParallelSize(
-    key="expert_parallel_size",
-    divides="experts",
-    same_sequences=False,
-    needs=(
-        ("strategy.kind", "fsdp auto"),
-        ("optimizer.name", "adamw sgd muon"),
-        ("model.compile", False),
-    ),
-    needed_by=("distillation", "activation_checkpointing.budget"),
-    instead={"model.compile": _EAGER},
-)
-TENSOR = ParallelSize(
-    key="tensor_parallel_size",
-    divides="layers",
-    same_sequences=True,
-    needs=(
-        ("strategy.kind", "fsdp auto"),
-        ("optimizer.name", "adamw sgd"),
-        ("optimizer.state_dtype", "float32"),
-        ("strategy.expert_parallel_size", "1"),
-        ("model.task", "causal_lm sequence_classification"),
-        ("model.builder model.compile lora.dora data.builder", False),
-    ),
-    needed_by=(
-        "distillation",
-        "activation_checkpointing.budget",
-        "strategy.mixed_precision.float8",
-        "model.new_tokens lora",
-    ),
-    instead={
-        "model.compile": _EAGER,
-        "lora.dora": "; FSDP, strategy.context_parallel_size and strategy.expert_parallel_size are",
-        "strategy.expert_parallel_size": (
-            "; for a mixture of experts use strategy.expert_parallel_size alone"
-        ),
-    },
-)
+CONTEXT = ParallelSize(key="context_parallel_size", divides="sequences", same_sequences=True)
+EXPERT = ParallelSize(key="expert_parallel_size", divides="experts", same_sequences=False)
+TENSOR = ParallelSize(key="tensor_parallel_size", divides="layers", same_sequences=True)
 PARALLEL_SIZES = (CONTEXT, EXPERT, TENSOR)
 
 
@@ -175,12 +115,6 @@ class LayoutSizes:
     def shard_size(self) -> int:
         """The number of ranks over which FSDP shards a parameter, or a rank's part of it."""
         return max(1, self.size // (self.replicate * self.tensor_parallel_size))
-
-    def allows(self, key: str, value: str) -> bool:
-        """Whether these sizes allow this value of a key of the recipe, which is not off."""
-        return all(
-            each.allows(key, value) for each in PARALLEL_SIZES if getattr(self, each.key) > 1
-        )
 
     def allows_replicas(self, replicate: int) -> bool:
         """Whether the ranks can hold this number of copies of the sharded model."""

@@ -21,10 +21,11 @@ from launcher.models.dequantized import settings_of
 from launcher.models.description import has_other_inputs, text_config
 from launcher.models.initialization import check_initializers
 from launcher.models.names import clean_name
+from launcher.models.quantization import why_not_dequantized
 from launcher.models.record import record_of
 from launcher.models.tensor_names import record_conversions
 from launcher.recipe.functions import call_function
-from launcher.recipe.model_config import value_problems, why_not_dequantized
+from launcher.recipe.model_config import value_problems
 from launcher.recipe.schema import Model
 from launcher.sources.hub import model_folder
 
@@ -192,7 +193,8 @@ def _refuse_config(model: Model, config: PreTrainedConfig) -> None:
             f"them; {instead}, or model.task=masked_lm or model.task=sequence_classification"
         )
     where = f"{key}." if model.path is None else f"{key}: {model.path}/config.json: "
-    if problems := [f"{where}{name}: {what}" for name, what in value_problems(config.to_dict())]:
+    found = value_problems(config.to_dict())
+    if problems := [f"{where}{'.'.join(path)}: {what}" for path, _, what in found]:
         raise RecipeError(problems)
     if (
         causal

@@ -38,8 +38,8 @@ from launcher.models.recurrent import separate_documents, use_operators_without_
 from launcher.models.tensor_parallel import PlannedMesh, apply_tensor_parallel
 from launcher.models.towers import Trained, use_towers
 from launcher.recipe import schema
-from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, other_base
-from launcher.recipe.layouts import ATTACHMENTS, nouns_of, with_article
+from launcher.sources.adapter import ADAPTER_CONFIG, PEFT_KEYS, other_base
+from launcher.sources.layouts import ATTACHMENTS, nouns_of, with_article
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

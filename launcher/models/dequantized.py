@@ -15,14 +15,14 @@ import torch
 
 from launcher.errors import RecipeError
 from launcher.models.description import Config
-from launcher.models.safetensors_files import StoredRows, StoredTensors
-from launcher.recipe.model_config import (
+from launcher.models.quantization import (
     CAN_BE_READ,
-    QUANTIZATION,
     UNQUANTIZED,
     quantization,
     why_not_dequantized,
 )
+from launcher.models.safetensors_files import StoredRows, StoredTensors
+from launcher.recipe.model_config import QUANTIZATION
 
 logger = logging.getLogger(__name__)
 

@@ -27,9 +27,9 @@ from launcher.models.new_rows import add_new_rows
 from launcher.models.read_by_weight import read_by_weight
 from launcher.models.ties import tied_names
 from launcher.models.towers import is_of_projector, seen_by
-from launcher.recipe.layouts import nouns_of
 from launcher.recipe.schema import Lora
 from launcher.sources.hub import split_revision
+from launcher.sources.layouts import nouns_of
 
 logger = logging.getLogger(__name__)
 
@@ -284,20 +284,19 @@ def _expert_targets(model: nn.Module, lora: Lora, saved: list[str]) -> list[str]
         name for name in expert_weights(model) if not name.startswith(within) and name not in unused
     ]
     unfit = _unfit_for_experts(lora)
-    if lora.target_parameters is not None:
-        found = _named_parameters(weights, lora.target_parameters)
-        reason = "lora.target_parameters"
-    elif lora.target_modules == (ALL_LINEAR,):
-        found, reason = weights, f"experts, which target_modules: {ALL_LINEAR} includes"
-    elif lora.target_modules is None:
+    if lora.target_parameters is not None:  # a rule of recipes refuses what is unfit for them
+        return _named_parameters(weights, lora.target_parameters)
+    if lora.target_modules is None:
         return _default_experts(model, weights, unfit)
-    else:
+    if lora.target_modules != (ALL_LINEAR,):
         return []
-    if found and unfit:
-        what = f"not available with {reason}: it cannot be computed for experts without a whole "
-        what += "weight of each; turn it off, or set lora.target_parameters=[]"
-        raise RecipeError(f"lora.{unfit}: {what}")
-    return found
+    if weights and unfit:
+        what = (
+            f"not available with experts, which target_modules: {ALL_LINEAR} includes: it cannot "
+        )
+        what += "be computed for experts without a whole weight of each; turn it off, or set "
+        raise RecipeError(f"lora.{unfit}: {what}lora.target_parameters=[]")
+    return weights
 
 
 def _unfit_for_experts(lora: Lora) -> str | None:

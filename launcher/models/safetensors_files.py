@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from launcher.errors import RecipeError
 from launcher.files import flush_path, mode_of_umask
+from launcher.models.quantization import CAN_BE_READ, UNQUANTIZED
 from launcher.models.shards import local_columns, local_rows, takes_whole_rows, write
-from launcher.recipe.model_config import CAN_BE_READ, UNQUANTIZED
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"

@@ -435,7 +435,7 @@ TOWERS = {
         smaller="images.max_pixels makes images smaller",
     ),
 }
-"""By the kind of attachments (`launcher/recipe/layouts.py`)."""
+"""By the kind of attachments (`launcher/sources/layouts.py`)."""
 
 
 def is_of_tower(name: str, kinds: Collection[str]) -> bool:

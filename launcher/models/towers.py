@@ -31,7 +31,7 @@ from launcher.models.tower_inputs import (
     is_of_tower,
     normalized,
 )
-from launcher.recipe.layouts import ATTACHMENTS
+from launcher.sources.layouts import ATTACHMENTS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

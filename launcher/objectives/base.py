@@ -26,7 +26,7 @@ from launcher.data.token_store import ModelTraits, TokenStore
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.recipe import schema
-from launcher.recipe.layouts import ATTACHMENTS
+from launcher.sources.layouts import ATTACHMENTS
 
 if TYPE_CHECKING:
     from pathlib import Path

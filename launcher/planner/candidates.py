@@ -19,6 +19,7 @@ from launcher.planner.machine import Machine
 from launcher.planner.memory import Plan
 from launcher.planner.recipe_values import has_reductions_to_choose, micro_batches_of
 from launcher.planner.speed import RANGE, StepTime, tokens_per_step
+from launcher.recipe.rules import check, excluded_by
 from launcher.recipe.schema import (
     ActivationCheckpointing,
     Batch,
@@ -27,7 +28,6 @@ from launcher.recipe.schema import (
     Recipe,
     Strategy,
 )
-from launcher.recipe.validate import check
 from launcher.recipe.yaml_text import as_override
 from launcher.strategies.base import compute_dtype, offloads_parameters
 
@@ -98,7 +98,6 @@ def variants(
     kept logits may be computed again instead.
     """
     recipes: dict[Any, Recipe] = {}
-    sizes = layout_sizes(written.strategy, ranks=machine.ranks)
     for batch in _batches(written, machine) if micro_batches else [written.batch]:
         sized = dataclasses.replace(written, batch=batch)
         accumulates = micro_batches_of(sized, ranks=machine.ranks) > 1
@@ -116,15 +115,14 @@ def variants(
             pairs += _pairs(written, machine, accumulates, precisions=precisions)
         for strategy, checkpointing in pairs:
             strategy = _in_groups(strategy, written)
-            if strategy.kind == "ddp" and not sizes.allows("strategy.kind", "ddp"):
-                continue
-            recipes[batch, strategy, checkpointing] = dataclasses.replace(
+            recipe = dataclasses.replace(
                 sized, strategy=strategy, activation_checkpointing=checkpointing
             )
+            if strategy.kind != "ddp" or not excluded_by(recipe, "strategy.kind", "ddp"):
+                recipes[batch, strategy, checkpointing] = recipe
     found = list(recipes.values())
-    quantized = written.lora is not None and written.lora.quantize is not None
     # Compiled already, or not available
-    eager = written.model.compile or quantized or not sizes.allows("model.compile", "true")
+    eager = written.model.compile or excluded_by(written, "model.compile", "true")
     if compiles and machine.device == "cuda" and not eager:
         compiled = dataclasses.replace(written.model, compile=True)
         found += [dataclasses.replace(recipe, model=compiled) for recipe in found]
@@ -157,7 +155,7 @@ def larger_sizes(written: Recipe, machine: Machine) -> Iterator[list[Recipe]]:
             changed: Any = {each.key: size}
             strategy = dataclasses.replace(written.strategy, **changed)
             recipe = next(smallest(dataclasses.replace(written, strategy=strategy), machine))
-            if not each.allows("model.compile", "true"):
+            if excluded_by(recipe, "model.compile", "true"):
                 model = dataclasses.replace(recipe.model, compile=False)
                 recipe = dataclasses.replace(recipe, model=model)
             if not check(recipe, ranks=machine.ranks, unsound=set(), files=False):

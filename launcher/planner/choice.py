@@ -29,8 +29,8 @@ from launcher.planner.profile import (
 from launcher.planner.recipe_values import has_reductions_to_choose, micro_batches_of
 from launcher.planner.search import fastest_that_fits, search_configurations
 from launcher.planner.work import Work, with_most_saved
-from launcher.recipe.combinations import value_of
-from launcher.recipe.decisions import with_value
+from launcher.recipe.decode import value_of
+from launcher.recipe.derived import with_value
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
 from launcher.strategies.base import compute_dtype, dtype_name
@@ -218,9 +218,10 @@ def estimates(recipe: Recipe, machine: Machine, profiles: Profiles) -> Iterator[
     if recipe.model.builder is not None or recipe.data.builder is not None:
         return
     if shapes.packed_attention and (checkpointing is None or checkpointing.budget is None):
-        yield estimated_plan(with_most_saved(shapes, recipe), recipe, machine)
+        most = with_most_saved(shapes, recipe)
+        yield estimated_plan(Work(most, recipe, ranks=machine.ranks), machine)
     if (traced := profiles[1]()).saved:
-        yield estimated_plan(traced, recipe, machine)
+        yield estimated_plan(Work(traced, recipe, ranks=machine.ranks), machine)
 
 
 def choose_configuration(recipe: Recipe, facts: Facts) -> tuple[Recipe, str] | None:

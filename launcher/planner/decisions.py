@@ -1,6 +1,6 @@
 """What `auto` stands for: a table of all keys that may be `auto`, and `resolve`, which replaces them.
 
-recipe/decisions.py replaces what the recipe alone decides when it is loaded, such as `model.compile`
+recipe/derived.py replaces what the recipe alone decides when it is loaded, such as `model.compile`
 beside a key that excludes it. The commands that plan and a run (`run/resolve.py`) do the rest here.
 """
 
@@ -20,8 +20,8 @@ from launcher.planner.choice import (
 from launcher.planner.facts import Facts
 from launcher.planner.search import concrete
 from launcher.planner.sizes import choose_rate, choose_sizes
-from launcher.recipe.combinations import value_of
-from launcher.recipe.decisions import Choices, Derived, open_sizes, stands_for, with_value
+from launcher.recipe.decode import value_of
+from launcher.recipe.derived import Choices, Derived, open_sizes, stands_for, with_value
 from launcher.recipe.schema import Recipe
 from launcher.recipe.section import AutoFloat, AutoInt
 from launcher.recipe.yaml_text import as_override

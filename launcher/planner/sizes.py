@@ -27,13 +27,13 @@ from launcher.models.build import make_config
 from launcher.planner.facts import Facts, Rows
 from launcher.planner.speed import time_text
 from launcher.recipe import schema
-from launcher.recipe.decisions import Choices, Derived, open_sizes, stands_for, with_value
-from launcher.recipe.layouts import KINDS
+from launcher.recipe.derived import Choices, Derived, open_sizes, stands_for, with_value
 from launcher.recipe.model_config import of_text
 from launcher.recipe.schema import Recipe
 from launcher.recipe.yaml_text import as_override
 from launcher.sources.finding import find_parts
 from launcher.sources.hub import config_file
+from launcher.sources.layouts import KINDS
 
 logger = logging.getLogger(__name__)
 

@@ -45,6 +45,16 @@ _WORDS = {
 }
 """Replacements in pydantic's messages."""
 
+_RULES = {
+    "missing": "missing",
+    "too_short": "empty",
+    "too_long": "length",
+    "literal_error": "choice",
+    "value_error": "form",
+    **dict.fromkeys((*_KINDS, "dataclass_type"), "type"),
+}
+"""By pydantic's name of an error, the name of the rule; bounds are `range`."""
+
 _NOT_ZERO = ("must be greater than 0; got 0", "must be at least 1; got 0")
 """The answers to a 0 that should turn something off."""
 
@@ -72,6 +82,8 @@ class Problem(NamedTuple):
     """What is wrong with one key."""
 
     path: KeyPath
+    rule: str
+    """The name of the broken rule, such as `needs-data.kind`. It stays when the message changes."""
     message: str
 
 
@@ -99,6 +111,28 @@ def subsection(section: type[Section], name: str) -> type[Section] | None:
             return kind
         kinds += typing.get_args(kind)
     return None
+
+
+def value_of(section: Any, key: str) -> Any:
+    """The value of a key, or None if it is in a section that is off."""
+    return functools.reduce(lambda inner, name: getattr(inner, name, None), key.split("."), section)
+
+
+def plain_value(plain: Any, key: str) -> Any:
+    """The value of a key in a recipe that is not decoded yet; None without the key or its section."""
+    for name in key.split("."):
+        plain = plain.get(name) if isinstance(plain, dict) else None
+    return plain
+
+
+@functools.cache
+def default_of(key: str) -> Any:
+    """The default of a key, also of one in a section whose default is null."""
+    section: Any = Recipe
+    *sections, name = key.split(".")
+    for inner in sections:
+        section = subsection(section, inner)
+    return section.__dataclass_fields__[name].default
 
 
 _adapter = functools.cache(lambda: TypeAdapter(Recipe))
@@ -159,7 +193,7 @@ def _problems(plain: dict[str, Any], error: ValidationError) -> tuple[list[Probl
     unknown = [path for path, errors in errors_by_path.items() if errors[0]["type"] in types]
     for path in unknown:
         message, meant = _unknown(plain, path)
-        problems.append(Problem(path, message))
+        problems.append(Problem(path, "unknown", message))
         misspelt |= meant
     for path, errors in errors_by_path.items():
         more_precise = any(other != path and other[: len(path)] == path for other in errors_by_path)
@@ -167,7 +201,7 @@ def _problems(plain: dict[str, Any], error: ValidationError) -> tuple[list[Probl
             message = _message(errors)
             if message in _NOT_ZERO and _may_be_null(path):
                 message = message.replace(";", ", or null;")
-            problems.append(Problem(path, message))
+            problems.append(Problem(path, _RULES.get(errors[0]["type"], "range"), message))
     return problems, misspelt
 
 

@@ -1,7 +1,7 @@
 """From `recipe=NAME key=value ...` to a checked Recipe.
 
 `yaml_text.py` reads the YAML, OmegaConf interpolates, `columns.py` looks at the data, `decode.py`
-makes a Recipe of the plain values, and `validate.py` has the rules that join several keys.
+makes a Recipe of the plain values, and `rules.py` has the rules that join several keys.
 """
 
 from __future__ import annotations
@@ -26,17 +26,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from omegaconf.resolvers import oc
 
-from launcher.errors import RecipeError, first_line, suggestion
-from launcher.recipe.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
-from launcher.recipe.combinations import ALTERNATIVES, kind_by_keys, plain_value
-from launcher.recipe.decisions import (
-    Derived,
-    decide_compile,
-    decide_packing,
-    decide_precision,
-    drop_idle_auto,
-    open_rate_of_adapters,
-)
+from launcher.errors import RecipeError, first_line
 from launcher.recipe.decode import (
     ARGUMENTS,
     DEFAULT,
@@ -47,16 +37,27 @@ from launcher.recipe.decode import (
     dotted,
     invalidated_with,
     merged,
+    plain_value,
     shown,
 )
+from launcher.recipe.derived import (
+    Derived,
+    decide_compile,
+    decide_packing,
+    decide_precision,
+    drop_idle_auto,
+    open_rate_of_adapters,
+)
 from launcher.recipe.find import find_recipe, shown_path, written_as
-from launcher.recipe.layouts import ATTACHMENTS, guess, lost_meaning, named_columns, no_layout
 from launcher.recipe.objectives import kinds_of_objective
+from launcher.recipe.rules import ALTERNATIVES, check, kind_by_keys
 from launcher.recipe.schema import DEFAULT_RUN_DIR, Recipe
-from launcher.recipe.validate import check
 from launcher.recipe.yaml_text import NotYamlError, parse_yaml
 from launcher.recipe.yaml_text import to_yaml as to_yaml
-from launcher.sources.finding import first_row, rows_as_text, why_text
+from launcher.sources.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
+from launcher.sources.finding import rows_as_text, why_text
+from launcher.sources.first_look import FirstLook, look_at
+from launcher.sources.layouts import ATTACHMENTS, named_columns
 
 _LARGEST_FILE = 2**20
 _MOST_INTERPOLATIONS = 500
@@ -102,7 +103,7 @@ class Origins:
     def cite(self, problem: Problem) -> str:
         """One line: where, which key, what is wrong."""
         if (there := self.adapter.get(problem.path[:2])) is not None:
-            problem = Problem(("lora", "path"), f"{there}: {problem.message}")
+            problem = problem._replace(path=("lora", "path"), message=f"{there}: {problem.message}")
         where, key = self.locate(problem.path), dotted(problem.path)
         if isinstance(where, str):
             place, key = "command line", where if where.partition("=")[0] == key else key
@@ -110,11 +111,16 @@ class Origins:
             place = f"{self.file}:{where}" if where else self.file
         message = problem.message
         kind = (self.derived | self.as_text).get(("data", "kind"))
-        if message.startswith("needs data.kind=") and kind is not None:
+        if problem.rule == "needs-data.kind" and kind is not None:
             message += f"; it is {kind}"
         if problem.path in self.derived:
             key += f" ({self.derived[problem.path]})"
         return f"{place}: {shown(key)}: {shown(message, 3000)}"
+
+    def refuse(self, problems: Sequence[Problem]) -> RecipeError:
+        """The error with these problems."""
+        rules = [f"{dotted(problem.path)}/{problem.rule}" for problem in problems]
+        return RecipeError([self.cite(problem) for problem in problems], rules=rules)
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,7 @@ class LoadedRecipe:
 
     def refuse(self, path: KeyPath, message: str) -> RecipeError:
         """An error about a key that is found after the check, such as a GPU without bfloat16."""
-        return RecipeError(self.origins.cite(Problem(path, message)))
+        return self.origins.refuse([Problem(path, "refused", message)])
 
 
 def load_recipe(
@@ -170,7 +176,7 @@ def load_recipe(
         return isinstance(where, str), where if isinstance(where, int) else overrides.index(where)
 
     if problems:
-        raise RecipeError([origins.cite(problem) for problem in sorted(problems, key=order)])
+        raise origins.refuse(sorted(problems, key=order))
     generate, folder = recipe.evaluation.generate, str(file.resolve().parent)
     metrics = generate.metrics if generate is not None else ()
     own = recipe.own_functions() or any(":" in name for name in metrics)
@@ -232,7 +238,7 @@ def _override(plain: dict[str, Any], argument: str, places: Places) -> Problem |
         hint = ", such as batch.micro_batch_size=4"
         if (meant := written_as(argument)) is not None:
             hint = f"; write {shlex.quote(meant)}"
-        return Problem(path, f"an override is key=value{hint}")
+        return Problem(path, "not-key=value", f"an override is key=value{hint}")
     value: Any = text
     lines: dict[KeyPath, int] = {}
     try:
@@ -240,12 +246,12 @@ def _override(plain: dict[str, Any], argument: str, places: Places) -> Problem |
             value, lines = parse_yaml(text)
     except NotYamlError as error:
         places[path] = argument
-        return Problem(path, f"not a value: {error}")
+        return Problem(path, "not-yaml", f"not a value: {error}")
     if (joined := _joined_key(value)) is not None:
         places[path] = argument
         name, _, rest = joined.partition(":")
         what = f"YAML wants a space after the colon: {{{name}: {rest}}}, not {{{joined}}}"
-        return Problem(path, what)
+        return Problem(path, "joined-key", what)
     if not isinstance(value, dict):  # a section keeps its other keys
         for place in [place for place in places if place[: len(path)] == path]:
             del places[place]
@@ -313,15 +319,19 @@ def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
         total += counter.count(path) if len(texts) <= _MOST_INTERPOLATIONS else 1
         if total > _MOST_INTERPOLATIONS:
             what = f"more than {_MOST_INTERPOLATIONS} interpolations up to here"
-            raise RecipeError(origins.cite(Problem(path, what)))
+            raise origins.refuse([Problem(path, "too-many-interpolations", what)])
     for path in texts:
         try:
             OmegaConf.create([_get(plain, path)])
         except GrammarParseError:
             what = "is no interpolation: write ${section.key}, or \\${ for the two characters"
-            problems.append(Problem(path, what))
+            problems.append(Problem(path, "interpolation", what))
             _get(plain, path[:-1])[path[-1]] = None
-    tree = OmegaConf.create(merged(dataclasses.asdict(DEFAULT), plain))
+    whole = merged(dataclasses.asdict(DEFAULT), plain)
+    # Without the sections that no text is in or names: making the tree takes most of the loading
+    named = "".join(str(_get(plain, path)) for path in texts)
+    needed = {path[0] for path in texts} | {name for name in whole if str(name) in named}
+    tree = OmegaConf.create({name: whole[name] for name in whole if name in needed})
     for path in texts:
         try:
             _environment.was_read = False
@@ -332,7 +342,7 @@ def _interpolate(plain: dict[str, Any], origins: Origins) -> list[Problem]:
             value, what = None, first_line(error)
             if isinstance(error, RecursionError):
                 what = "it leads back to itself"
-            problems.append(Problem(path, f"cannot be interpolated: {what}"))
+            problems.append(Problem(path, "interpolation", f"cannot be interpolated: {what}"))
         _get(plain, path[:-1])[path[-1]] = value
     return problems
 
@@ -421,92 +431,74 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
             origins.derived["data", "validation_split"] = instead
     if data.get("kind") is not None:
         return
-    train, kinds = data.get("train"), kinds_of_objective(plain)
+    kinds = kinds_of_objective(plain)
     assumed = kind_by_keys(plain, kinds)
-    changed = assumed != DEFAULT.data.kind
-    by_keys = "by the other keys of the recipe" if changed else None
-    mixture = train if isinstance(train, dict) else {"": {"files": train}}
-    for name, source in mixture.items():
-        files = source.get("files") if isinstance(source, dict) else None
-        files = [files] if isinstance(files, str) else files
-        if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+    by_keys = "by the other keys of the recipe" if assumed != DEFAULT.data.kind else None
+    train, validation = data.get("train"), data.get("validation")
+    for name, source in (train if isinstance(train, dict) else {"": {"files": train}}).items():
+        files = _texts(source.get("files")) if isinstance(source, dict) else []
+        if not files or source.get("kind") is not None:
             continue
         where: KeyPath = ("data", "train", name, "files") if name else ("data", "train")
-        try:
-            first = None if source.get("kind") is not None else first_row(files, hub=hub)
-        except RecipeError as error:
-            yield Problem(where, str(error))
-            continue
         keys = data | {key: value for key, value in source.items() if value is not None}
-        named, ignored = named_columns(keys), keys.get("ignore_columns") or ()
-        ignored = [ignored] if isinstance(ignored, str) else ignored
-        if not isinstance(ignored, list):  # reported when the recipe is decoded
-            ignored = []
-        found = problem = None
-        if first is not None:
-            found = guess(first[1], named, kinds=kinds, ignored=ignored)
-            if found is None:
-                problem = no_layout(first[1], named, ignored=ignored)
-            else:
-                sees = [kind for kind, name in ATTACHMENTS.items() if plain.get(name) is not None]
-                problem = lost_meaning(first[1], found, ignored, attachments=sees)
-                problem = problem or _absent_column(
-                    first, source.get("ignore_columns") if name else ignored
-                )
-        elif named:  # the data cannot be looked at: by what the recipe says of its columns
-            row = dict.fromkeys(named.values())
-            found = guess(row, named, kinds=kinds)
-        kind: str = "text" if found is None else found.layout.kind
-        why = None
-        if first is not None and problem is not None:  # alone: not with rules about its kind
+        ignored = _texts(keys.get("ignore_columns"))
+        try:
+            seen = look_at(
+                files,
+                named_columns(keys),
+                kinds=kinds,
+                ignored=ignored,
+                to_check=_texts(source.get("ignore_columns")) if name else ignored,
+                attachments=[
+                    kind for kind, key in ATTACHMENTS.items() if plain.get(key) is not None
+                ],
+                hub=hub,
+            )
+        except RecipeError as error:
+            yield Problem(where, "first-row", str(error))
+            seen = FirstLook(None)
+        kind, why = seen.kind or "text", None
+        if seen.problem is not None:  # alone: not with rules about its kind
             kind = kind_by_keys(plain, (kind, *kinds))
-        elif first is not None:
-            why = f"by the columns of {shown(first[0])}"
-        elif found is None and (text := why_text(files)) is not None:
+            yield Problem(where, "first-row", f"{shown(str(seen.file))}: {seen.problem}")
+        elif seen.file is not None:
+            why = f"by the columns of {shown(seen.file)}"
+        elif seen.kind is None and (text := why_text(files)) is not None:
             origins.as_text["data", "kind"] = Derived("text", f"as {shown(text)}")
-        elif found is None:
+        elif seen.kind is None:
             kind, why = assumed, by_keys
-        if kind == "text" and source.get("kind") is None:
+        if kind == "text":
             yield from _refuse_rows_as_text(where, files)
-        path: KeyPath = (
-            ("data", "kind") if data.get("kind") is None else ("data", "train", name, "kind")
-        )
-        if kind != data.get("kind") and source.get("kind") is None:
-            (data if len(path) == 2 else source)["kind"] = kind
+        is_first = data.get("kind") is None
+        if kind != data.get("kind"):
+            (data if is_first else source)["kind"] = kind
             if why is not None:
+                path: KeyPath = ("data", "kind") if is_first else ("data", "train", name, "kind")
                 origins.derived[path] = Derived(kind, why)
-        if first is not None and problem is not None:
-            yield Problem(where, f"{shown(first[0])}: {problem}")
-    sets = data.get("validation")
     if data.get("kind") in (None, "text"):  # then it was not given
-        for name, files in (sets if isinstance(sets, dict) else {"": sets}).items():
-            files = [files] if isinstance(files, str) else files
-            if isinstance(files, list) and all(isinstance(file, str) for file in files):
-                where = ("data", "validation", name) if name else ("data", "validation")
-                yield from _refuse_rows_as_text(where, files)
+        sets = validation if isinstance(validation, dict) else {"": validation}
+        for name, patterns in sets.items():
+            where = ("data", "validation", name) if name else ("data", "validation")
+            yield from _refuse_rows_as_text(where, _texts(patterns))
     if data.get("kind") is None and data.get("builder") is None and by_keys is not None:
         plain["data"] = data | {"kind": assumed}
         origins.derived["data", "kind"] = Derived(assumed, by_keys)
 
 
+def _texts(value: object) -> list[str]:
+    """A list of texts, or one; empty for other values, which are reported when the recipe is
+    decoded."""
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        return []
+    return texts
+
+
 def _refuse_rows_as_text(where: KeyPath, files: list[str]) -> Iterator[Problem]:
     if (file := rows_as_text(files)) is not None:
         what = "its lines are JSON objects, and its name says that it is text: name it .jsonl, or "
-        yield Problem(
-            where, f"{shown(file)}: {what}set data.kind=text to train it as it is written"
-        )
-
-
-def _absent_column(first: tuple[str, Mapping[str, Any]], ignored: object) -> str | None:
-    """The problem of a name in data.ignore_columns that no row has; None: there is none. The rows of
-    a .jsonl file may have other columns than the first: there, only a misspelt name is a problem."""
-    file, row = first
-    for column in ignored if isinstance(ignored, list) else ():
-        near = suggestion(str(column), row)
-        if column not in row and (near or ".json" not in file):
-            what = f"data.ignore_columns names a column that is not there: {column}{near}"
-            return f"{what}; columns: {', '.join(map(str, row))}"
-    return None
+        what = f"{shown(file)}: {what}set data.kind=text to train it as it is written"
+        yield Problem(where, "rows-as-text", what)
 
 
 class _Counter:
@@ -538,7 +530,7 @@ def _characters(plain: dict[str, Any], reported: set[KeyPath]) -> Iterator[Probl
     for path, text in _walk(plain, ()):
         wrong = _NOT_TEXT.search(text) if isinstance(text, str) else None
         if wrong is not None and path not in reported:
-            yield Problem(path, f"holds {wrong[0]!r}, which is no character of a text")
+            yield Problem(path, "not-text", f"holds {wrong[0]!r}, which is no character of a text")
 
 
 def _continued_adapter(plain: dict[str, Any], origins: Origins) -> Iterator[Problem]:
@@ -551,7 +543,7 @@ def _continued_adapter(plain: dict[str, Any], origins: Origins) -> Iterator[Prob
     try:
         keys = adapter_keys(path)
     except ValueError as error:
-        yield Problem(("lora", "path"), str(error))
+        yield Problem(("lora", "path"), "no-adapter", str(error))
         return
     for key, value in keys.items():
         given = lora.get(key)
@@ -561,7 +553,7 @@ def _continued_adapter(plain: dict[str, Any], origins: Origins) -> Iterator[Prob
         if given is not None and names != value:
             there, here = (json.dumps(each, default=str) for each in (value, given))
             what = f"{here}, but the adapter in {path} has {there}; leave the key out"
-            yield Problem(("lora", key), what)
+            yield Problem(("lora", key), "not-as-lora.path", what)
         if given is None:
             name = next(theirs for theirs, ours in PEFT_KEYS.items() if ours == key)
             origins.adapter["lora", key] = f"{Path(path) / ADAPTER_CONFIG}: {name}"

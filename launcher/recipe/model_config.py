@@ -23,13 +23,9 @@ _SET_WITH_PATH = {
 }
 QUANTIZATION = "quantization_config"
 """The key of config.json that says how weights are quantized."""
-DEQUANTIZED = ("fp8", "mxfp4")
-"""Values of its `quant_method` that can be read."""
-CAN_BE_READ = "FP8 with weight_scale_inv (quant_method: fp8) and MXFP4 (mxfp4) can be read"
-UNQUANTIZED = "give the checkpoint that they were made from, or save one in bfloat16"
 
-Problems = Iterator[tuple[tuple[str, ...], str]]
-"""Paths of wrong keys, and what is wrong with each."""
+Found = Iterator[tuple[tuple[str, ...], str, str]]
+"""For each wrong key its path, the name of the rule, and what is wrong."""
 
 
 def of_text(config: Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
@@ -42,24 +38,6 @@ def of_text(config: Mapping[str, object]) -> tuple[str, Mapping[str, object]]:
 def _parts(config: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
     """The config and its part for text, by what their keys begin with."""
     return {"": config, **dict([of_text(config)])}
-
-
-def quantization(config: Mapping[str, object]) -> object:
-    """What a config, of config.json, says of the quantization of its weights; None: nothing."""
-    return config.get(QUANTIZATION) or of_text(config)[1].get(QUANTIZATION) or None
-
-
-def why_not_dequantized(found: object) -> str | None:
-    """Why weights with this `quantization_config` cannot be read; None: they can, or there is none."""
-    if found is None:
-        return None
-    if not isinstance(found, Mapping):
-        what = "must be an object with quant_method and others"
-        return f"config.json: quantization_config {what}; got {found!r}"
-    if (method := found.get("quant_method")) in DEQUANTIZED:
-        return None
-    format = f" ({found['format']})" if found.get("format") else ""
-    return f"the weights are quantized as {method}{format}; {CAN_BE_READ}; {UNQUANTIZED}"
 
 
 def why_not_packed(config: Mapping[str, object]) -> str | None:
@@ -78,86 +56,84 @@ def why_not_packed(config: Mapping[str, object]) -> str | None:
     return None
 
 
-def config_problems(config: Mapping[str, object]) -> Problems:
+def config_problems(config: Mapping[str, object]) -> Found:
     """Yields the path of each wrong key of `model.config` and what is wrong with it."""
     if not isinstance(model_type := config.get("model_type"), str):
         what = "must be a model type of transformers, such as llama, qwen3 or gpt2"
-        yield ("model_type",), f"{what}; got {model_type}"
+        yield ("model_type",), "choice", f"{what}; got {model_type}"
     for key in config.keys() & _SET_ELSEWHERE:
-        yield (key,), f"is set by {_SET_ELSEWHERE[key]}"
-    for key, message in value_problems(config):
-        yield (*key.split("."),), message
+        yield (key,), "set-elsewhere", f"is set by {_SET_ELSEWHERE[key]}"
+    yield from value_problems(config)
     yield from rotary_problems(config)
 
 
-def change_problems(config: Mapping[str, object], path: tuple[str, ...] = ()) -> Problems:
+def change_problems(config: Mapping[str, object], path: tuple[str, ...] = ()) -> Found:
     """Yields the path of each wrong key of a `model.config` that changes the config of model.path,
     and what is wrong with it."""
     if "model_type" in config:
         what = "model.path has its own; give only keys that change, or set model.config to null"
-        yield (*path, "model_type"), what
+        yield (*path, "model_type"), "not-with-model.path", what
         return
     for key, value in config.items():
         if where := (_SET_ELSEWHERE | _SET_WITH_PATH).get(key):
-            yield (*path, key), f"is set by {where}"
+            yield (*path, key), "set-elsewhere", f"is set by {where}"
         elif key in families.WEIGHT_KEYS:
             what = "cannot change: the weights in model.path are made for their own"
-            yield (*path, key), what
+            yield (*path, key), "not-with-model.path", what
         elif key.endswith("_config") and isinstance(value, Mapping):
             yield from change_problems(value, (*path, key))
     if not path:
-        for key, message in value_problems(config):
-            yield (*key.split("."),), message
+        yield from value_problems(config)
         yield from rotary_problems(config)
 
 
-def rotary_problems(config: Mapping[str, object]) -> Problems:
+def rotary_problems(config: Mapping[str, object]) -> Found:
     """Yields the path of each base and factor of rotary positions that is not a number in its range,
     and what is wrong with it. transformers would not name the key, or reverse the positions."""
     for key, value in config.items():
         if key.endswith("_config") and isinstance(value, Mapping):
-            yield from (((key, *path), what) for path, what in rotary_problems(value))
+            yield from (((key, *path), name, what) for path, name, what in rotary_problems(value))
     yield from _of_settings({key: config[key] for key in families.ROTARY if key in config})
 
 
-def _of_settings(settings: Mapping[str, object]) -> Problems:
+def _of_settings(settings: Mapping[str, object]) -> Found:
     """`rotary_problems` of settings, which may hold others: those of each kind of layers."""
     scales = settings.get("rope_type", settings.get("type")) in families.STRETCHED_ROTARY
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            yield from (((key, *path), what) for path, what in _of_settings(value))
+            yield from (((key, *path), name, what) for path, name, what in _of_settings(value))
         elif key in ("rope_theta", "factor"):
             number = value if isinstance(value, (int, float)) and value is not True else 0
             at_least_1 = scales and key == "factor"
             too_small = number < 1 if at_least_1 else number <= 0
             if too_small or not number <= sys.float_info.max:  # also what is not a number (NaN)
                 limit = "of at least 1" if at_least_1 else "greater than 0"
-                yield (key,), f"must be a number {limit}; got {value!r}"
+                yield (key,), "range", f"must be a number {limit}; got {value!r}"
 
 
-def size_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yields each size and token id that no model can have, as a dotted key, and what is wrong with
-    it."""
-    vocabulary, text = of_text(config)
-    size, vocabulary = text.get("vocab_size"), f"{vocabulary}vocab_size"
-    for start, part in _parts(config).items():
+def size_problems(config: Mapping[str, object]) -> Found:
+    """Yields the path of each size and token id that no model can have, and what is wrong with it."""
+    start, text = of_text(config)
+    size, vocabulary = text.get("vocab_size"), f"{start}vocab_size"
+    for name, part in _parts(config).items():
+        path = tuple(name.split(".")[:-1])
         for key in families.SIZE_KEYS & part.keys():
             value, most = part[key], 10_000 if "layer" in key else LARGEST_INT
             if isinstance(value, int) and value < 1:
-                yield f"{start}{key}", f"must be at least 1; got {value}"
+                yield (*path, key), "range", f"must be at least 1; got {value}"
             if isinstance(value, int) and value > most:
-                yield f"{start}{key}", f"must be at most {most}; got {value}"
+                yield (*path, key), "range", f"must be at most {most}; got {value}"
         for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = part.get(key)
             ids = value if isinstance(value, list) else [value]
             largest = max((id for id in ids if isinstance(id, int)), default=0)
             if isinstance(size, int) and largest >= size > 0:
                 what = f"{largest} is beyond the vocabulary of {size} (model.config.{vocabulary})"
-                yield f"{start}{key}", what
+                yield (*path, key), "beyond-vocab_size", what
 
 
-def value_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yields each value that transformers accepts and no model can compute with, as a dotted key, and
+def value_problems(config: Mapping[str, object]) -> Found:
+    """Yields the path of each value that transformers accepts and no model can compute with, and
     what is wrong with it.
 
     config: the keys of a recipe, or all keys of a config.
@@ -165,18 +141,21 @@ def value_problems(config: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     for section, value in config.items():
         inside = section.endswith("_config") and section != QUANTIZATION
         if inside and isinstance(value, Mapping):
-            yield from ((f"{section}.{key}", what) for key, what in value_problems(value))
+            yield from (
+                ((section, *path), name, what) for path, name, what in value_problems(value)
+            )
     for key, value in config.items():
         if not isinstance(value, (int, float)) or key == "rope_theta":  # of rotary_problems
             continue
         if not math.isfinite(value):
-            yield key, f"must be a finite number; got {value}"
+            yield (key,), "finite", f"must be a finite number; got {value}"
         elif "drop" in key and not 0 <= value <= 1:
-            yield key, f"must be from 0 to 1; got {value}"
+            yield (key,), "range", f"must be from 0 to 1; got {value}"
     heads, groups = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(groups, int) and 0 < groups < heads and heads % groups:
-        yield "num_key_value_heads", f"{groups} does not divide {heads} (num_attention_heads)"
+        what = f"{groups} does not divide {heads} (num_attention_heads)"
+        yield ("num_key_value_heads",), "does-not-divide", what
     rope, size = config.get("rope_parameters"), config.get("head_dim")
     whole = isinstance(rope, dict) and "partial_rotary_factor" not in rope
     if whole and isinstance(size, int) and size % 2:
-        yield "head_dim", f"must be even for rotary positions; got {size}"
+        yield ("head_dim",), "odd", f"must be even for rotary positions; got {size}"

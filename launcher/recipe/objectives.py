@@ -1,7 +1,7 @@
 """What a run may learn from its rows, as the recipe sees it: one entry for each objective.
 
-An entry names the keys that an objective needs, and the class that computes it
-(`launcher/objectives`), which is imported only for training. This module does not import torch.
+An entry names the rows that an objective learns from, and the class that computes it
+(`launcher/objectives`), which is imported only for training. `rules.py` has what its keys need.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from launcher.recipe.layouts import TOKEN_KINDS
 from launcher.recipe.schema import Recipe
-
-Rule = tuple[str, str, bool | str]
-"""Keys, another key, and what is needed of it: see `combinations.py`."""
+from launcher.sources.layouts import TOKEN_KINDS
 
 
 @dataclass(frozen=True)
@@ -34,8 +31,6 @@ class ObjectiveRules:
     """`key=value` of the section, for the error if the section is missing. Empty: it may be missing."""
     scores: tuple[str, ...] = ()
     """Metrics of an evaluation beside its loss, for checkpoint.keep_best."""
-    rules: tuple[Rule, ...] = ()
-    """What its keys need."""
     no_row_losses: str | None = None
     """Why `launcher rows --loss` cannot show the loss of a row; None: it can."""
 
@@ -43,29 +38,15 @@ class ObjectiveRules:
 _PAIRS = (
     "kind preference: the loss of a pair is not that of its tokens; see rewards/* in metrics.jsonl"
 )
-_OF_TOKENS = " ".join(TOKEN_KINDS)
 OBJECTIVES = (
     ObjectiveRules(
         "next_token:NextToken",
         section="objective",
-        rules=(
-            ("objective", "model.task", "causal_lm masked_lm"),
-            ("objective", "data.kind", _OF_TOKENS),
-            ("objective", "data.builder distillation", False),
-        ),
     ),
     ObjectiveRules(
         "masked:Masked",
         task="masked_lm",
         kinds=("text", "tokens"),
-        rules=(
-            ("data.mask_probability", "model.task", "masked_lm"),
-            (
-                "lora data.streaming data.weights_column",
-                "model.task",
-                "causal_lm sequence_classification reward",
-            ),
-        ),
         no_row_losses="model.task masked_lm: which tokens are predicted differs from epoch to epoch",
     ),
     ObjectiveRules(
@@ -73,7 +54,6 @@ OBJECTIVES = (
         task="sequence_classification",
         kinds=("classification",),
         scores=("accuracy", "f1"),
-        rules=(("model.num_labels", "model.task", "sequence_classification"),),
     ),
     ObjectiveRules(
         "preference:Preference",
@@ -81,14 +61,6 @@ OBJECTIVES = (
         section="preference",
         required_key="preference.loss=dpo",
         scores=("rewards/accuracies", "rewards/margins"),
-        rules=(
-            ("preference", "data.kind", "preference"),
-            ("preference", "model.task", "causal_lm"),
-            ("preference", "data.builder model.builder", False),
-            ("preference.label_smoothing", "preference.loss", "robust"),
-            ("preference.margin", "preference.loss", "simpo"),
-            ("lora.dropout", "preference", False),
-        ),
         no_row_losses=_PAIRS,
     ),
     ObjectiveRules(
@@ -97,13 +69,6 @@ OBJECTIVES = (
         section="kto",
         required_key="kto.beta=0.1",
         scores=("rewards/accuracies",),
-        rules=(
-            ("kto", "data.kind", "unpaired"),
-            ("kto", "model.task", "causal_lm"),
-            ("kto", "preference distillation objective", False),
-            ("kto", "data.builder model.builder", False),
-            ("lora.dropout", "kto", False),
-        ),
         no_row_losses="kind unpaired: the loss of an answer is not that of its tokens",
     ),
     ObjectiveRules(
@@ -111,18 +76,11 @@ OBJECTIVES = (
         task="reward",
         kinds=("preference",),
         scores=("accuracy", "margin"),
-        rules=(("data.margin_column", "model.task", "reward"),),
         no_row_losses=_PAIRS,
     ),
     ObjectiveRules(
         "distillation:Distillation",
         section="distillation",
-        rules=(
-            ("distillation", "model.task", "causal_lm"),
-            ("distillation", "data.kind", _OF_TOKENS),
-            ("distillation", "data.builder data.streaming model.builder model.new_tokens", False),
-            ("distillation", "model.chunked_loss", True),
-        ),
     ),
 )
 CUSTOM = ObjectiveRules("custom:Custom")

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
-from launcher.recipe.layouts import ATTACHMENTS, KINDS, DataKind
 from launcher.recipe.section import (
     ByteSize,
     Day,
@@ -41,6 +40,7 @@ from launcher.recipe.section import (
     form,
     size_in_bytes,
 )
+from launcher.sources.layouts import ATTACHMENTS, KINDS, DataKind
 
 DEFAULT_RUN_DIR = "runs/${run.name}"
 _NullIsText = BeforeValidator(

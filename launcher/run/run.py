@@ -30,7 +30,7 @@ from launcher.planner.choice import profiles_of
 from launcher.planner.decisions import SEARCH
 from launcher.planner.sizes import check_repeats
 from launcher.planner.speed import faster_text, seconds_of_steps, time_text
-from launcher.recipe.decisions import open_sizes
+from launcher.recipe.derived import open_sizes
 from launcher.recipe.load import LoadedRecipe
 from launcher.reliability.failures import FailureWatch
 from launcher.reliability.progress import Progress

@@ -29,12 +29,12 @@ from launcher.models.recurrent import missing_kernels
 from launcher.models.shards import local_bytes
 from launcher.optimizers.optimizer import warmup_steps
 from launcher.recipe import schema
-from launcher.recipe.decisions import Derived
 from launcher.recipe.decode import KeyPath, dotted
-from launcher.recipe.layouts import ATTACHMENTS
+from launcher.recipe.derived import Derived
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
 from launcher.sources.hub import commit_of, is_model_id, model_folder
+from launcher.sources.layouts import ATTACHMENTS
 from launcher.strategies.activation_checkpointing import (
     is_checkpointed,
     recomputation_changes_state,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import logging
 import os
 import re
@@ -224,6 +225,16 @@ def config_file(name: str, *, fetch: bool) -> Path | None:
     if isinstance(cached, str):
         return Path(cached)
     return model_folder(name, key="model.path", weights=False) / "config.json" if fetch else None
+
+
+def model_config(name: str, *, fetch: bool) -> object:
+    """What is in a model's config.json (`config_file`); None: it is not here, or cannot be read,
+    which is reported when the model is built."""
+    with contextlib.suppress(RecipeError, OSError, ValueError):
+        file = config_file(name, fetch=fetch)
+        if file is not None and file.is_file():
+            return json.loads(file.read_text(encoding="utf-8"))
+    return None
 
 
 def model_folder(name: str, *, key: str, weights: bool = True) -> Path:

@@ -396,6 +396,7 @@ def test_wheel_trains_in_an_empty_environment(tmp_path):
     assert list((work / "runs/quickstart/hf").glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_imported_packages_are_declared_dependencies():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
@@ -441,7 +442,7 @@ def test_the_reading_path_names_files_and_definitions_that_exist():
         "distributed/hardware.py": "h100",
         "cli/main.py": "doctor",
         "metrics/sinks.py": "wandb",
-        "recipe/layouts.py": "classification",
+        "sources/layouts.py": "classification",
         "data/encoder.py": "classification",
         "recipe/objectives.py": "classification",
         "objectives/masked.py": "masked",

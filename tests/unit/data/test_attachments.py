@@ -15,8 +15,8 @@ from launcher.data.modality import Modality
 from launcher.data.token_store import ModelTraits, open_store
 from launcher.objectives.base import count_attachments
 from launcher.objectives.next_token import NextToken
-from launcher.recipe import layouts
 from launcher.recipe.schema import Data
+from launcher.sources import layouts
 from tests.image_models import make_image, make_model
 from tests.run_files import write_lines
 

@@ -20,8 +20,8 @@ from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
-from launcher.recipe.layouts import guess, match_row, named_columns
 from launcher.sources.finding import file_part, find_parts, first_row
+from launcher.sources.layouts import guess, match_row, named_columns
 from launcher.sources.location import Location
 from launcher.sources.rows import read_rows
 from tests.unit.data.rows import write
@@ -456,10 +456,7 @@ def test_unused_columns_and_the_format_are_named_at_the_start(tmp_path, tokenize
             )
             _, note, unused = dataset.describe()
             assert note.startswith(f"a prompt and an answer are trained as {how}")
-            assert (
-                unused
-                == "note: columns that are not used: category (data.ignore_columns: on purpose)"
-            )
+            assert unused == "note: columns not used: category"
 
 
 def test_rows_that_are_too_long(tmp_path, tokenizers):
@@ -623,7 +620,7 @@ def test_parts_of_columns_count_as_columns(tmp_path, tokenizers):
     columns = {"response": "answers.text[0]"}
     data = schema.Data(kind="instruct", columns=columns, prompt_format="text")
     encoder = make_encoder("instruct", data, tokenizer="bytes")
-    unused: dict[str, str] = {}
+    unused: list[str] = []
     file = write(tmp_path / "squad.jsonl", rows)
     one, two = encoder.encode_rows(read_rows(file_part(Location(str(file)))), unused=unused)
     text = "### Instruction:\nq\n\n### Input:\nc\n\n### Response:\na"

@@ -32,11 +32,11 @@ from launcher.data.tokenizer import (
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
-from launcher.recipe.layouts import guess
 from launcher.sources import rows as source_rows
 from launcher.sources.finding import file_part, find_parts, first_row
 from launcher.sources.formats import ROW_FILES
 from launcher.sources.hub import load_data_set
+from launcher.sources.layouts import guess
 from launcher.sources.location import Location
 from launcher.sources.ranges import split
 from launcher.sources.rows import read_rows

@@ -314,7 +314,7 @@ def test_rows_that_are_too_long_are_dropped_and_listed(tmp_path):
     file = write(tmp_path / "a.jsonl", rows)
     options = {"batch": 1, "micro": 1, "kind": "instruct", "shuffle": False, "steps": 4}
     stream = make_stream(file, **options)
-    note = "note: columns that are not used: topic (data.ignore_columns: on purpose)"
+    note = "note: columns not used: topic"
     assert stream.describe()[-1] == note
     answers = [sum(token == ord("a") for token in ids) for ids, _ in rows_of(stream)]
     assert answers

@@ -1,6 +1,5 @@
 """The sizes of a layout, and the ranks of its groups and meshes."""
 
-import functools
 import itertools
 
 import pytest
@@ -8,9 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from launcher.distributed.rank_layout import PARALLEL_SIZES, LayoutSizes, RankLayout
-from launcher.recipe.decode import subsection
-from launcher.recipe.schema import Recipe
+from launcher.distributed.rank_layout import LayoutSizes, RankLayout
 
 CPU = torch.device("cpu")
 
@@ -83,21 +80,7 @@ def test_sizes_that_do_not_divide_the_ranks_have_one_problem(sizes, key):
     assert [name for name, _ in LayoutSizes(size=8, **sizes).problems()] == [key]
 
 
-@pytest.mark.parametrize("size", PARALLEL_SIZES, ids=lambda size: size.key)
-def test_what_a_size_needs_names_keys_of_a_recipe(size):
-    others = [*(keys for keys, _ in size.needs), *size.needed_by]
-    for key in [f"strategy.{size.key}", *" ".join(others).split()]:
-        *sections, name = key.split(".")
-        section = functools.reduce(subsection, sections, Recipe)
-        assert name in section.__dataclass_fields__, key
-
-
-def test_sizes_allow_what_the_rules_of_a_recipe_allow():
+def test_sizes_that_allow_replicas():
     expert = LayoutSizes(size=8, expert_parallel_size=2)
-    assert not expert.allows("strategy.kind", "ddp")
-    assert not expert.allows("model.compile", "true")
-    context = LayoutSizes(size=8, context_parallel_size=2)
-    assert context.allows("strategy.kind", "ddp")
-    assert context.allows("model.compile", "true")
     assert expert.allows_replicas(4)
     assert not expert.allows_replicas(8)

@@ -428,6 +428,7 @@ def test_metrics_beside_the_loss_are_no_losses_of_rows(tmp_path, llama, capsys, 
     assert printed() == expected
 
 
+@pytest.mark.slow
 def test_reading_a_run_executes_nothing(tmp_path, llama, capsys, monkeypatch):
     """The recipe of the run calls a function that creates a file."""
     monkeypatch.chdir(tmp_path)

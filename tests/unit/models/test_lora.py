@@ -23,10 +23,10 @@ from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.objectives.preference import Preference
 from launcher.optimizers.optimizer import make_optimizer
-from launcher.recipe.adapter import other_base
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Lora, Model, Optimizer
 from launcher.reliability.run_directory import RunFolder
+from launcher.sources.adapter import other_base
 from launcher.training.model import prepare_model
 from tests.unit.models.test_export import (
     create_checkpoint,

@@ -16,7 +16,7 @@ from launcher.models.micro_batch import IGNORED
 from launcher.objectives import kto
 from launcher.objectives.base import Example, dataset_objective
 from launcher.recipe import schema
-from launcher.recipe.layouts import guess, lost_meaning
+from launcher.sources.layouts import guess, lost_meaning
 from launcher.sources.rows import Row, SourcePart
 from tests import datasets
 from tests.unit.objectives.test_preference import LENGTH, PAIRS, VOCABULARY, make_model, prepared

@@ -21,9 +21,8 @@ from launcher.planner.decisions import (
 )
 from launcher.planner.facts import Facts
 from launcher.planner.machine import known_machine
-from launcher.recipe import decisions as of_recipe
-from launcher.recipe.combinations import value_of
-from launcher.recipe.decode import keys, subsection
+from launcher.recipe import derived as of_recipe
+from launcher.recipe.decode import keys, subsection, value_of
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.recipe.yaml_text import parse_yaml, to_yaml
@@ -93,6 +92,7 @@ def test_sizes_are_what_a_recipe_has_as_sizes(here):
     assert of_recipe._STANDS_BACK.keys() <= {*SIZES.keys}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["h100", "cpu"])
 @pytest.mark.parametrize(
     "words",

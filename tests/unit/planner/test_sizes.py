@@ -18,7 +18,7 @@ from launcher.planner.sizes import (
     run_length,
     sizes_text,
 )
-from launcher.recipe.decisions import open_sizes, with_recorded
+from launcher.recipe.derived import open_sizes, with_recorded
 from launcher.recipe.load import load_recipe
 from launcher.recipe.section import AutoFloat
 from launcher.recipe.yaml_text import to_yaml

@@ -4,8 +4,8 @@ import dataclasses
 
 from launcher.planner.formatting import NAMES
 from launcher.planner.memory import COMPONENTS, Components
-from launcher.recipe.layouts import KEYS
 from launcher.recipe.schema import Data
+from launcher.sources.layouts import KEYS
 
 
 def test_components_of_a_plan_have_one_list_of_names():

@@ -13,10 +13,10 @@ import pytest
 
 from launcher.data.token_store import open_store
 from launcher.errors import RecipeError
-from launcher.recipe.layouts import no_layout
 from launcher.recipe.load import load_recipe
 from launcher.sources.finding import find_parts
 from launcher.sources.formats import ROW_FILES
+from launcher.sources.layouts import no_layout
 from tests.unit.small_recipe import SMALL
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}

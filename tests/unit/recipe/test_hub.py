@@ -9,9 +9,9 @@ from launcher.cli.main import main
 from launcher.errors import RecipeError
 from launcher.models.build import build_model
 from launcher.models.lora import add_adapters
-from launcher.recipe.adapter import adapter_keys, other_base
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Lora, Model
+from launcher.sources.adapter import adapter_keys, other_base
 from launcher.sources.hub import (
     commit_of,
     is_hub_id,

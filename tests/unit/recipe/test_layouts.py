@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from launcher.errors import RecipeError
-from launcher.recipe.layouts import (
+from launcher.recipe.load import load_recipe
+from launcher.sources.layouts import (
     KEYS,
     LAYOUTS,
     NAMES,
     TOKEN_KINDS,
-    describe_column,
     guess,
     lost_meaning,
     match,
@@ -21,7 +21,6 @@ from launcher.recipe.layouts import (
     unused_columns,
     unused_line,
 )
-from launcher.recipe.load import load_recipe
 from tests import REPOSITORY
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
@@ -227,48 +226,10 @@ def test_columns_that_change_the_meaning_are_refused():
 
 
 def test_columns_that_are_not_used_are_named():
-    row = {
-        "question": "a",
-        "answer": "b",
-        "category": "c",
-        "empty": "",
-        "rationale": "d",
-        "persona": "e",
-        "dialogue": CHAT,
-        "as_text": json.dumps(CHAT),
-        "final_answer": "f",
-        "id": 1,
-    }
-    found = guess(row, {})
-    unused = {
-        name: describe_column(name, value, found)
-        for name, value in unused_columns(row, found, ["id"])
-    }
-    assert unused_line(unused) == (
-        "columns that are not used: category, rationale (reasoning? "
-        "data.columns.reasoning=rationale), persona (a system prompt? data.columns.system=persona), dialogue (a "
-        "conversation?), as_text (a conversation?), final_answer (an answer?) "
-        "(data.ignore_columns: on purpose)"
-    )
-
-
-def test_a_pair_that_is_not_used_is_named():
-    row = {
-        "prompt": "p",
-        "messages": [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}],
-        "chosen": [{"role": "assistant", "content": "a"}],
-        "rejected": [{"role": "assistant", "content": "b"}],
-        "score_rejected": 2.0,
-    }
-    found = guess(row, {})
-    unused = {
-        name: describe_column(name, value, found) for name, value in unused_columns(row, found)
-    }
-    assert unused_line(unused) == (
-        "columns that are not used: chosen and rejected (pairs of answers? preference.loss=dpo "
-        "trains on them), prompt (a prompt?), score_rejected (a score?) (data.ignore_columns: on "
-        "purpose)"
-    )
+    row = {"question": "a", "answer": "b", "category": "c", "empty": "", "id": 1, "zero": 0}
+    unused = [name for name, _ in unused_columns(row, guess(row, {}), ["id"])]
+    assert unused_line(unused) == "columns not used: category, zero"
+    assert unused_line("abcdefghij") == "columns not used: a, b, c, d, e, f, g, h and 2 more"
 
 
 def test_nothing_fits():

@@ -16,8 +16,8 @@ from launcher.checkpoint.resume import check_recipe, recipe_of_state, recipe_to_
 from launcher.cli.main import run
 from launcher.errors import RecipeError
 from launcher.recipe import schema
-from launcher.recipe.decisions import Derived
 from launcher.recipe.decode import decode, dotted, subsection
+from launcher.recipe.derived import Derived
 from launcher.recipe.functions import call_function
 from launcher.recipe.load import (
     argument_digests,
@@ -454,6 +454,7 @@ TEXTS = [
 # fmt: on
 
 
+@pytest.mark.slow
 def test_text_and_numbers_round_trip(folder, capsys):
     plain = load()
     for column, project, entity in zip(TEXTS[::3], TEXTS[1::3], TEXTS[2::3], strict=True):

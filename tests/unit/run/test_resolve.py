@@ -7,8 +7,8 @@ import pytest
 
 from launcher.planner import decisions
 from launcher.planner.decisions import Decision
-from launcher.recipe.combinations import value_of
-from launcher.recipe.decisions import Derived, with_value
+from launcher.recipe.decode import value_of
+from launcher.recipe.derived import Derived, with_value
 from launcher.recipe.load import load_recipe
 from launcher.run.resolve import resolve_by_machine, resolve_by_rows
 

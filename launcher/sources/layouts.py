@@ -678,66 +678,11 @@ def _is_weight(value: object) -> bool:
     return _is_number(value) or not isinstance(value, str | bool | dict)
 
 
-_HINTS = (
-    (("reasoning", "thinking", "cot", "thought", "rationale"), "reasoning", "reasoning"),
-    (("score", "rating", "reward"), "", "a score"),
-    (("rejected",), "rejected", "a worse answer"),
-    (("margin",), "margin", "a margin"),
-    (("chosen", "preferred"), "chosen", "a better answer"),
-    (("system", "persona"), "system", "a system prompt"),
-    (("tool", "function"), "tools", "tools"),
-    (("weight",), "weights", "a weight"),
-    (("history",), "history", "earlier turns"),
-    (("prompt", "instruction", "question", "query"), "instruction", "a prompt"),
-    (("response", "answer", "completion", "output", "solution"), "response", "an answer"),
-    (("context", "passage", "input"), "input", "the input of a prompt"),
-    (("label", "class"), "label", "a class"),
-    (("caption",), "response", "a caption"),
-    (("text", "content"), "text", "a text"),
-)
-"""Parts of names of columns, and what such a column may be: a role, and in words."""
 _SHOWN = 8
-_PAIR = Layout("preference", ("chosen", "rejected"), (), "a pair")
 
 
-def unused_line(columns: Mapping[str, str]) -> str:
-    """The line about columns that are not used. columns: each with its `describe_column`."""
-    parts = list(columns.values())
-    pair = _columns_of(_PAIR, tuple(columns), {})
-    if len(pair) == 2:
-        names = " and ".join(pair.values())
-        parts = [part for name, part in columns.items() if name not in pair.values()]
-        parts.insert(0, f"{names} (pairs of answers? preference.loss=dpo trains on them)")
-    more = f" and {len(parts) - _SHOWN} more" if len(parts) > _SHOWN else ""
-    listed = ", ".join(parts[:_SHOWN])
-    return f"columns that are not used: {listed}{more} (data.ignore_columns: on purpose)"
-
-
-def describe_column(column: str, value: object, found: Match) -> str:
-    """A column that is not used, and what it might be. value: of it, in a row with the layout
-    `found`."""
-    role, words, name = "", "", column.lower()
-    if _is_conversation(value):
-        role, words = "messages", "a conversation"
-    elif not name.endswith("id"):
-        first = next((hint for hint in _HINTS if any(part in name for part in hint[0])), None)
-        if first is not None:
-            _, role, words = first
-    if not words:
-        return column
-    free = role in roles_of(found.layout.kind) and role not in found.columns
-    if role in EXPLICIT_ONLY:
-        key = typed(f"data.{KEYS[role]}", column)
-    else:
-        key = typed(f"data.columns.{role}", column)
-    return f"{column} ({words}? {key})" if free else f"{column} ({words}?)"
-
-
-def _is_conversation(value: object) -> bool:
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            return False
-    first = value[0] if isinstance(value, list) and value else None
-    return isinstance(first, dict) and not {"role", "from"}.isdisjoint(first)
+def unused_line(columns: Iterable[str]) -> str:
+    """The line about columns that are not used."""
+    names = list(columns)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"columns not used: {', '.join(names[:_SHOWN])}{more}"

@@ -6,22 +6,19 @@ given.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.distributed.hardware import computes_in_bfloat16
-from launcher.errors import RecipeError
-from launcher.recipe.combinations import excludes_compile, plain_value, value_of
-from launcher.recipe.decode import KeyPath, Problem, keys
+from launcher.recipe.decode import KeyPath, Problem, keys, plain_value, value_of
 from launcher.recipe.model_config import why_not_packed
+from launcher.recipe.rules import excluded_by
 from launcher.recipe.schema import Recipe
 from launcher.recipe.section import AutoFloat, AutoInt
 from launcher.recipe.yaml_text import flow_yaml
-from launcher.sources.hub import config_file
+from launcher.sources.hub import model_config
 
 
 @dataclass(frozen=True)
@@ -69,7 +66,8 @@ def decide_packing(
     plain: dict[str, Any], derived: dict[KeyPath, Derived], *, hub: bool
 ) -> Iterator[Problem]:
     """Sets data.packing where it is `auto` or not given: false if the model cannot keep packed
-    documents apart. Yields what is wrong with a true for such a model."""
+    documents apart. Yields what is wrong with a true for such a model. Whether packing is worth it
+    for few rows is decided when these are known (`planner/sizes.py`)."""
     data, model = plain.get("data"), plain.get("model")
     if not isinstance(data, dict) or not isinstance(model, dict):
         return
@@ -87,13 +85,13 @@ def decide_packing(
         why = "a model of model.builder gets a document in each row"
     elif task == "causal_lm":
         why = why_not_packed(_model_config(model, hub=hub))
-    elif task == "masked_lm" and given == "auto":  # true has its own error
+    elif task == "masked_lm":
         why = "attention of model.task: masked_lm goes to both sides"
     if why is not None and given == "auto":
         data["packing"] = False
         derived["data", "packing"] = Derived(False, f"because {why}")
     elif why is not None:
-        yield Problem(("data", "packing"), f"{why}; set it to auto, or to false")
+        yield Problem(("data", "packing"), "not-with-model", f"{why}; set it to auto, or to false")
 
 
 def decide_precision(plain: dict[str, Any], derived: dict[KeyPath, Derived]) -> None:
@@ -111,7 +109,8 @@ def decide_precision(plain: dict[str, Any], derived: dict[KeyPath, Derived]) -> 
 
 def decide_compile(recipe: Recipe, derived: dict[KeyPath, Derived]) -> Recipe:
     """The recipe with false in place of `model.compile: auto` if another key excludes compilation."""
-    if recipe.model.compile != "auto" or (key := excludes_compile(recipe)) is None:
+    key = excluded_by(recipe, "model.compile", "true")
+    if recipe.model.compile != "auto" or key is None:
         return recipe
     derived["model", "compile"] = Derived(False, f"because {key} excludes it")
     return replace(recipe, model=replace(recipe.model, compile=False))
@@ -121,11 +120,7 @@ def _model_config(model: Mapping[str, Any], *, hub: bool) -> Mapping[str, object
     """model.config if it is whole, or else the config of model.path; empty: it is not known here."""
     config, path = model.get("config"), model.get("path")
     if isinstance(path, str) and not (isinstance(config, dict) and "model_type" in config):
-        # What is wrong with the path or its config is reported when the model is built
-        with contextlib.suppress(RecipeError, OSError, ValueError):
-            file = config_file(path, fetch=hub)
-            if file is not None and file.is_file():
-                config = json.loads(file.read_text(encoding="utf-8"))
+        config = model_config(path, fetch=hub)
     return config if isinstance(config, dict) else {}
 
 

@@ -1,0 +1,786 @@
+"""The rules that join several keys of a recipe.
+
+Most are rows of a table: a key needs another one, or does not go with it (`NEEDS`). The others are
+functions. A function yields what breaks its rules: the key, the name of the rule, and what to say.
+A key and a name, as in `data.labels/needs-data.kind`, stay the same when the words change.
+
+The rules read the recipe alone. Of a path that the recipe names, they ask whether it exists.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from launcher.distributed.rank_layout import PARALLEL_SIZES, LayoutSizes, sizes_of
+from launcher.libraries.extras import missing_extra
+from launcher.recipe.decode import KeyPath, Problem, default_of, plain_value, value_of
+from launcher.recipe.model_config import change_problems, config_problems, of_text, size_problems
+from launcher.recipe.objectives import OBJECTIVES, objective_of
+from launcher.recipe.schema import Data, Recipe, Source
+from launcher.recipe.section import AutoInt
+from launcher.recipe.template_names import template_problem
+from launcher.sources.adapter import ADAPTER_CONFIG
+from launcher.sources.hub import is_hub_id, is_model_id, no_such_name
+from launcher.sources.layouts import (
+    ATTACHMENTS,
+    EXPLICIT_ONLY,
+    KEYS,
+    KINDS,
+    NAMES,
+    TOKEN_KINDS,
+    RowKind,
+    kinds_where,
+    named_columns,
+    role_of,
+    roles_of,
+)
+from launcher.sources.location import is_of_system, matching, no_such
+
+Found = Iterator[tuple[str | KeyPath, str, str]]
+"""For each broken rule a dotted key or a path of keys, the name of the rule, and what to say."""
+
+
+class Needs(NamedTuple):
+    """A rule about one or several keys, and another one."""
+
+    keys: str
+    """The rule holds for each of these keys that has another value than its default. `key=value`: if
+    it has this value. `key+other`: if both are given."""
+    other: str
+    """Another key, or several."""
+    needed: bool | str
+    """True: one of the others must be given. False: none of them. A text: the values of the other,
+    one of which it must have."""
+    instead: str = ""
+    """What to do instead, at the end of the message."""
+
+
+def _kinds_with(role: str) -> str:
+    return " ".join(kind for kind in KINDS if role in roles_of(kind))
+
+
+def _kinds(holds: Callable[[RowKind], object]) -> str:
+    return " ".join(kinds_where(holds))
+
+
+def _of_attachments(section: str) -> tuple[Needs, ...]:
+    whole = "; lora.modules_to_save names modules that are trained whole"
+    return (
+        Needs(section, "model.path", True),
+        Needs(section, "model.builder data.builder distillation", False),
+        Needs(section, "data.tokenizer", False),
+        Needs(section, "model.task", "causal_lm"),
+        Needs(section, "data.kind", _kinds(lambda kind: kind.templated)),
+        Needs(section, "data.prompt_format", "auto chat"),
+        Needs(f"{section}.train", "lora", False, whole),
+        Needs(f"{section}.learning_rate_ratio", f"{section}.train", "projector all"),
+    )
+
+
+_FLOAT8 = "strategy.mixed_precision.float8"
+_OFFLOADED_STATE = "strategy.cpu_offload.what strategy.cpu_offload.optimizer_path"
+_CONTEXT = "strategy.context_parallel_size"
+_EXPERT = "strategy.expert_parallel_size"
+_TENSOR = "strategy.tensor_parallel_size"
+_TEMPLATED = _kinds(lambda kind: kind.templated)
+_OF_TOKENS = " ".join(TOKEN_KINDS)
+_NOT_MASKED = "causal_lm sequence_classification reward"
+_SAVES = "checkpoint.every_steps checkpoint.every_epochs"
+_EVALUATES = "data.validation data.validation_split"
+_EAGER = "; set model.compile=false"
+NEEDS: tuple[Needs, ...] = (
+    # Model
+    Needs("model.arguments", "model.builder", True),
+    Needs(
+        "model.task model.num_labels model.attention model.init lora.quantize model.new_tokens",
+        "model.builder",
+        False,
+    ),
+    Needs("model.trust_remote_code lora.path model.init=pretrained", "model.path", True),
+    Needs("model.freeze", "lora", False),
+    Needs("model.num_labels", "model.task", "sequence_classification"),
+    Needs("model.keep_logits=true", "model.chunked_loss", True, "; set model.keep_logits=auto"),
+    Needs("model.keep_logits=true", "distillation", False, "; set model.keep_logits=auto"),
+    Needs("model.new_tokens", "lora.path", False),
+    Needs("model.init=random", "lora.path", False, ": the adapter belongs to trained weights"),
+    Needs("lora.quantize", "model.compile", False),
+    Needs(
+        "lora.dropout lora.dora",
+        "lora.target_parameters",
+        False,
+        ": it cannot be computed for experts without a whole weight of each",
+    ),
+    *(rule for section in ATTACHMENTS.values() for rule in _of_attachments(section)),
+    # Data
+    Needs("data.arguments", "data.builder", True),
+    Needs(
+        "data.train data.validation data.streaming data.text_column data.overlong data.columns "
+        "data.ignore_columns data.validation_split data.limit data.similar_lengths "
+        "batch.micro_batch_tokens",
+        "data.builder",
+        False,
+    ),
+    Needs(
+        "data.validation_split data.limit data.similar_lengths run.epochs evaluation.every_epochs "
+        "checkpoint.every_epochs batch.micro_batch_tokens",
+        "data.streaming",
+        False,
+    ),
+    Needs("data.shuffle_buffer", "data.streaming", True),
+    Needs("data.streaming", "data.kind", _OF_TOKENS),
+    *(Needs(f"data.{key}", "data.kind", _kinds_with(role)) for role, key in KEYS.items()),
+    Needs("data.labels", "data.kind", _kinds(lambda kind: kind.loss_on == "class")),
+    Needs(
+        "data.chat_template data.chat_template_kwargs data.date data.system",
+        "data.kind",
+        _TEMPLATED,
+    ),
+    Needs("data.loss_on", "data.kind", _kinds(lambda kind: kind.loss_on == "answers")),
+    Needs("data.prompt_format", "data.kind", _kinds(lambda kind: kind.answers)),
+    Needs("data.margin_column", "model.task", "reward"),
+    Needs("data.mask_probability", "model.task", "masked_lm"),
+    Needs("lora data.streaming data.weights_column", "model.task", _NOT_MASKED),
+    # Objectives
+    Needs("objective", "model.task", "causal_lm masked_lm"),
+    Needs("preference kto distillation", "model.task", "causal_lm"),
+    Needs("objective distillation", "data.kind", _OF_TOKENS),
+    Needs("preference", "data.kind", "preference"),
+    Needs("kto", "data.kind", "unpaired"),
+    Needs("objective preference kto distillation", "data.builder", False),
+    Needs("preference kto distillation", "model.builder", False),
+    Needs("objective", "distillation", False),
+    Needs("kto", "preference distillation objective", False),
+    Needs("lora.dropout", "preference kto", False),
+    Needs("preference.label_smoothing", "preference.loss", "robust"),
+    Needs("preference.loss=robust", "preference.label_smoothing", True, " above 0; else use dpo"),
+    Needs("preference.margin", "preference.loss", "simpo"),
+    Needs("distillation", "data.streaming model.new_tokens", False),
+    Needs("distillation", "model.chunked_loss", True),
+    # Strategy
+    Needs(
+        "strategy.cpu_offload strategy.replicate strategy.reshard_after_backward "
+        "strategy.mixed_precision.reduce_dtype strategy.reshard_after_forward=false",
+        "strategy.kind",
+        "fsdp auto",
+    ),
+    Needs("strategy.shard_optimizer", "strategy.kind", "ddp auto"),
+    Needs(_FLOAT8, "strategy.mixed_precision.param_dtype", "bfloat16"),
+    Needs(_FLOAT8, "lora", False, "; its base weights are frozen, or in NF4"),
+    Needs(_OFFLOADED_STATE, "optimizer.name", "adamw sgd"),
+    Needs(_OFFLOADED_STATE, "optimizer.momentum", True),
+    Needs(_OFFLOADED_STATE, "optimizer.ema", False),
+    Needs("activation_checkpointing.budget", "activation_checkpointing.mode", "selective"),
+    Needs("activation_checkpointing.budget", "activation_checkpointing.every_n_blocks", "1"),
+    Needs("activation_checkpointing.budget", "model.builder data.builder", False),
+    # Sizes of groups that compute a model in parallel
+    Needs(f"{_CONTEXT} {_TENSOR}", "model.builder data.builder", False),
+    Needs(_CONTEXT, "data.kind", _OF_TOKENS),
+    Needs(_CONTEXT, "model.task", "causal_lm"),
+    Needs(f"{_EXPERT} {_TENSOR}", "strategy.kind", "fsdp auto"),
+    Needs(_EXPERT, "optimizer.name", "adamw sgd muon"),
+    Needs(f"{_EXPERT} {_TENSOR}", "model.compile", False, _EAGER),
+    Needs(_TENSOR, "optimizer.name", "adamw sgd"),
+    Needs(_TENSOR, "optimizer.state_dtype", "float32"),
+    Needs(_TENSOR, _EXPERT, "1", f"; for a mixture of experts use {_EXPERT} alone"),
+    Needs(_TENSOR, "model.task", "causal_lm sequence_classification"),
+    Needs(_TENSOR, "lora.dora", False, f"; FSDP, {_CONTEXT} and {_EXPERT} are"),
+    Needs("distillation", _CONTEXT, "1"),
+    Needs("distillation activation_checkpointing.budget", _EXPERT, "1"),
+    Needs(f"distillation activation_checkpointing.budget {_FLOAT8}", _TENSOR, "1"),
+    Needs("model.new_tokens+lora", _TENSOR, "1", " with lora"),
+    # Optimizer and schedule
+    Needs("optimizer.betas optimizer.eps optimizer.state_dtype", "optimizer.name", "adamw muon"),
+    Needs("optimizer.momentum", "optimizer.name", "sgd muon"),
+    Needs("optimizer.ema run.on_divergence", _SAVES, True),
+    Needs("schedule.decay_steps", "schedule.kind", "wsd"),
+    Needs(
+        "schedule.warmup_steps",
+        "schedule.warmup_ratio",
+        False,
+        "; set schedule.warmup_ratio=null, or schedule.warmup_steps=100, its default",
+    ),
+    # Evaluation and checkpoints
+    Needs("evaluation.ema", "optimizer.ema", True),
+    Needs("evaluation.ema", "strategy.shard_optimizer", False),
+    Needs(
+        "evaluation.at_start evaluation.stop_after checkpoint.keep_best",
+        f"{_EVALUATES} data.builder",
+        True,
+    ),
+    Needs("evaluation.generate", _EVALUATES, True),
+    Needs("evaluation.generate", "data.builder model.builder", False),
+    Needs("evaluation.generate", "data.loss_on", "assistant last"),
+    *(
+        Needs(
+            f"{name}.every_steps",
+            f"{name}.every_epochs",
+            False,
+            f"; set one of them to null: {name}.every_epochs=null or {name}.every_steps=null",
+        )
+        for name in ("evaluation", "checkpoint")
+    ),
+    Needs("checkpoint.export_dtype checkpoint.export_merged", "checkpoint.export", "at_end best"),
+    Needs("checkpoint.export=best", "checkpoint.keep_best", True, ", such as eval_loss"),
+    Needs("checkpoint.export=best", _SAVES, True),
+    Needs("checkpoint.export_merged", "lora", True),
+    Needs("checkpoint.export_base", "lora.quantize", True),
+    Needs("checkpoint.export_base", "checkpoint.export_merged", True),
+)
+ALTERNATIVES = (
+    ("run.max_steps", "run.epochs"),
+    ("batch.micro_batch_size", "batch.micro_batch_tokens"),
+)
+"""Keys of which exactly one must be given. An argument replaces the one in the file."""
+_ONE_OF = (*ALTERNATIVES, ("model.path", "model.config", "model.builder"))
+"""Keys of which exactly one must be given."""
+
+
+class _UnsoundError(Exception):
+    """A rule reads a key without a sound value."""
+
+
+class _Sound:
+    """A section as rules see it: reading a key without a sound value ends the rule."""
+
+    def __init__(self, section: Any, path: KeyPath, unsound: set[KeyPath]) -> None:
+        self._section, self._path, self._unsound = section, path, unsound
+
+    def __getattr__(self, name: str) -> Any:
+        path, value = (*self._path, name), getattr(self._section, name)
+        if path in self._unsound:
+            raise _UnsoundError
+        return _Sound(value, path, self._unsound) if dataclasses.is_dataclass(value) else value
+
+
+def check(
+    recipe: Recipe, *, ranks: int | None, unsound: set[KeyPath], files: bool = True
+) -> list[Problem]:
+    """Returns all broken rules.
+
+    ranks: data-parallel ranks; None: not known yet. files: whether the data must exist.
+    unsound: keys without a sound value. A rule that reads one is skipped.
+    """
+    sound = cast(Recipe, _Sound(recipe, (), unsound))
+    rules = [
+        *(_needs(sound, key, rule) for rule in NEEDS for key in rule.keys.split()),
+        *(_one_of(sound, alternatives) for alternatives in _ONE_OF),
+        *(_installed(sound, key) for key in _EXTRAS),
+        *(rule(sound) for rule in (*_RULES, *(_FILE_RULES if files else ()))),
+        *(rule(sound, ranks) for rule in _RANK_RULES),
+    ]
+    problems = []
+    for rule in rules:
+        with contextlib.suppress(_UnsoundError):
+            for key, name, message in rule:
+                path = tuple(key.split(".")) if isinstance(key, str) else key
+                problems.append(Problem(path, name, message))
+    return problems
+
+
+def fits_ranks(recipe: Recipe, ranks: int) -> bool:
+    """Whether a checked recipe can run on this number of data-parallel ranks."""
+    return not any(True for rule in _RANK_RULES for _ in rule(recipe, ranks))
+
+
+def excluded_by(recipe: Recipe, key: str, value: str) -> str | None:
+    """Another key of a recipe that does not go with this value of a key, which is not off; None: the
+    table has no rule against it."""
+    for rule in NEEDS:
+        if key in rule.other.split() and rule.needed is not True:
+            if rule.needed is False or value not in rule.needed.split():
+                for other in rule.keys.split():
+                    if _is_given(recipe, other):
+                        return other
+    return None
+
+
+def kind_by_keys(plain: Mapping[str, Any], kinds: Sequence[str]) -> str:
+    """data.kind where the data cannot be seen: the first of `kinds` with which the keys of a recipe,
+    which is not decoded yet, may stand."""
+    for rule in NEEDS:
+        if rule.other != "data.kind" or not isinstance(rule.needed, str):
+            continue
+        fitting = [kind for kind in kinds if kind in rule.needed.split()]
+        given = (
+            plain_value(plain, key) not in (None, default_of(key)) for key in rule.keys.split()
+        )
+        if fitting and any(given):
+            kinds = fitting
+    return kinds[0]
+
+
+def _is_given(recipe: Recipe, key: str) -> bool:
+    """Whether the keys of a row of `NEEDS` are as the row says."""
+    if "+" in key:
+        return all(value_of(recipe, each) for each in key.split("+"))
+    name, _, wanted = key.partition("=")
+    value = value_of(recipe, name)
+    return str(value).lower() == wanted if wanted else value not in (None, default_of(name))
+
+
+def _needs(recipe: Recipe, key: str, rule: Needs) -> Found:
+    if not _is_given(recipe, key):
+        return
+    others, first = rule.other.split(), key.partition("=")[0].partition("+")[0]
+    if isinstance(rule.needed, str):
+        values = kinds_of(recipe) if others == ["data.kind"] else {str(value_of(recipe, others[0]))}
+        if not values & {*rule.needed.split()}:
+            wanted = " or ".join(rule.needed.split())
+            what = f"needs {others[0]}={wanted}{rule.instead}"
+            yield first, f"needs-{others[0]}", what
+        return
+    given = [name for name in others if value_of(recipe, name)]
+    if rule.needed and not given:
+        yield first, f"needs-{others[0]}", f"needs {' or '.join(others)}{rule.instead}"
+    if given and not rule.needed:
+        what = f"not available with {' and '.join(given)}{rule.instead}"
+        yield first, f"not-with-{given[0]}", what
+
+
+def _one_of(recipe: Recipe, keys: Sequence[str]) -> Found:
+    given = [key for key in keys if value_of(recipe, key) is not None]
+    if not given:
+        yield keys[0], "missing", f"missing; give {' or '.join(keys)}"
+    if given[:2] == ["model.path", "model.config"]:
+        del given[0]  # changes to the config of the checkpoint
+    for key in given[1:]:
+        what = f"{given[0]} is given too; set one to null: {given[0]}=null or {key}=null"
+        yield key, f"not-with-{given[0]}", what
+
+
+_EXTRAS = {"lora": "peft", "images": "PIL", "logging.tensorboard": "tensorboard"}
+"""Keys that need a module of an extra."""
+
+
+def _installed(recipe: Recipe, key: str) -> Found:
+    if value_of(recipe, key) and (missing := missing_extra(_EXTRAS[key])) is not None:
+        yield key, "not-installed", missing
+
+
+# Model
+
+
+def _paths_of_models(recipe: Recipe) -> Found:
+    for key in ("model.path", "distillation.teacher"):
+        path = value_of(recipe, key)
+        if path is not None and not is_model_id(path) and not os.path.isfile(f"{path}/config.json"):
+            if os.path.isfile(f"{path}/{ADAPTER_CONFIG}"):
+                what = f"{path} is an adapter: lora.path continues it, with {key} as its base; or "
+                yield key, "is-adapter", f"{what}launcher export --merged writes a whole model"
+            else:
+                yield key, "no-such-path", no_such_name("folder with a config.json", path)
+
+
+def _adapter_targets(recipe: Recipe) -> Found:
+    lora = recipe.lora
+    if lora is not None and lora.target_modules == () and not lora.target_parameters:
+        what = "must name a layer, unless lora.target_parameters names experts"
+        yield "lora.target_modules", "empty", what
+
+
+def _attention(recipe: Recipe) -> Found:
+    attention, precision = recipe.model.attention, recipe.strategy.mixed_precision
+    if "flash_attention" in attention and (precision is None or precision.param_dtype == "float32"):
+        what = "use sdpa, or strategy.mixed_precision with bfloat16"
+        what = f"{attention} computes in 16 bits only; {what}"
+        yield "model.attention", "needs-16-bits", what
+
+
+def _config(recipe: Recipe) -> Found:
+    model = recipe.model
+    find = config_problems if model.path is None else change_problems
+    for path, name, message in () if model.config is None else find(model.config):
+        yield ("model", "config", *path), name, message
+    if model.task == "masked_lm" and (model.config or {}).get("is_decoder"):
+        what = "must be false with model.task: masked_lm, so that tokens see the ones after them"
+        yield "model.config.is_decoder", "not-with-model.task", what
+
+
+def _sizes(recipe: Recipe) -> Found:
+    config = recipe.model.config or {}
+    if recipe.model.path is not None:  # sizes are those of its weights, and refused elsewhere
+        return
+    for path, name, message in size_problems(config):
+        yield ("model", "config", *path), name, message
+    start, text = of_text(config)
+    size, key = text.get("vocab_size"), f"model.config.{start}vocab_size"
+    tokenizer = recipe.data.tokenizer if recipe.data.builder is None else None
+    if tokenizer == "bytes" and isinstance(size, int) and size > 0:
+        sources = recipe.data.sources().values()
+        asks = any(
+            KINDS[source.kind].answers and source.prompt_format != "text" for source in sources
+        )
+        what = ""
+        if size < 257:
+            what = "257: 256 bytes and an end of document"
+        elif size < 260 and (asks or any(KINDS[source.kind].conversation for source in sources)):
+            what = "260 for chats: three roles begin a turn"
+            what += "; data.prompt_format=text trains prompts without them" if asks else ""
+        if what:
+            what = f"{size} is too small; the tokenizer `bytes` needs {what}"
+            yield key, "too-small-for-bytes", what
+
+
+def _new_tokens(recipe: Recipe) -> Found:
+    tokens, key = recipe.model.new_tokens or (), "model.new_tokens"
+    if tokens and recipe.model.path is None and recipe.data.tokenizer is None:
+        what = "needs a tokenizer: give data.tokenizer or model.path"
+        yield key, "needs-data.tokenizer", what
+    for index, token in enumerate(tokens):
+        name = what = ""
+        if token != token.strip():
+            name, what = "white-space", "must not begin or end with white space"
+        elif len(token) > 200:
+            name, what = "too-long", "must have at most 200 characters"
+        elif token in tokens[:index]:
+            name, what = "twice", "is given twice"
+        if what:
+            yield ("model", "new_tokens", index), name, f"{what}; got {token[:40]!r}"
+
+
+# Data
+
+
+def _sections(recipe: Recipe) -> Iterator[tuple[KeyPath, Data | Source, str]]:
+    """Section `data` and those of the sources of a mixture: the path, the keys and the kind of
+    each."""
+    yield ("data",), recipe.data, recipe.data.kind
+    if isinstance(recipe.data.train, dict):
+        for name, source in recipe.data.train.items():
+            yield ("data", "train", name), source, source.kind or recipe.data.kind
+
+
+def kinds_of(recipe: Recipe) -> set[str]:
+    """The kinds of the training data: a mixture may have several."""
+    return {kind for _, _, kind in _sections(recipe)}
+
+
+def _mixture(recipe: Recipe) -> Found:
+    train, streaming = recipe.data.train, recipe.data.streaming
+    if not isinstance(train, dict):
+        for name in train or ():
+            if streaming and "[" in name and is_hub_id(name):
+                what = f"{name}: a slice is not available with data.streaming"
+                yield "data.train", "slice-of-stream", what
+        return
+    masked = recipe.model.task == "masked_lm" and recipe.data.builder is None
+    for key, given in (("data.streaming", streaming), ("model.task: masked_lm", masked)):
+        if given:
+            what = f"a mixture is not available with {key}; give a list"
+            yield "data.train", f"mixture-not-with-{key.partition(':')[0]}", what
+    sized = [name for name, source in train.items() if source.weight == "size"]
+    for name in sized if len(sized) < len(train) else ():
+        what = "size does not mix with the numbers of other sources; give each a number, or none"
+        yield f"data.train.{name}.weight", "mixed-weights", what
+
+
+def _kinds_of_rows(recipe: Recipe) -> Found:
+    model, data = recipe.model, recipe.data
+    if data.builder is not None:
+        return
+    of_task = (rules for rules in OBJECTIVES if rules.task == model.task)
+    if data.kind not in {kind for rules in of_task for kind in rules.kinds}:
+        what = f"{data.kind} is not for model.task: {model.task}"
+        yield "data.kind", "not-for-model.task", what
+    rules = objective_of(recipe)
+    if rules.section and rules.required_key and getattr(recipe, rules.section) is None:
+        what = f"needs the section {rules.section}, such as {rules.required_key}"
+        yield "data.kind", f"needs-{rules.section}", what
+    for path, _, kind in _sections(recipe):
+        if kind != data.kind and not {kind, data.kind} <= {*TOKEN_KINDS}:
+            what = f"{kind} does not mix with data.kind {data.kind}: the losses differ"
+            yield (*path, "kind"), "mixed-losses", what
+
+
+def _labels(recipe: Recipe) -> Found:
+    labels, classes = recipe.data.labels, recipe.model.num_labels
+    if recipe.data.builder is not None:
+        return
+    if labels is not None and classes not in (None, len(labels)):
+        what = f"{classes}, but data.labels names {len(labels)}"
+        yield "model.num_labels", "not-as-data.labels", what
+    if labels is not None and (len(labels) < 2 or len(set(labels)) < len(labels)):
+        what = f"must name two classes or more, each once; got {', '.join(labels)}"
+        yield "data.labels", "two-classes", what
+
+
+def _columns(recipe: Recipe) -> Found:
+    """The names of columns of section `data` and of sources: of roles that rows of the kind have, and
+    each role and each column once. An answer would be trained on itself."""
+    for path, section, kind in _sections(recipe):
+        is_source = len(path) > 1
+        kinds = {kind} if is_source else kinds_of(recipe)
+        used: dict[str, str] = {}
+        for name in section.columns or ():
+            role, where = role_of(name), (*path, "columns", name)
+            if role is None:
+                known = [role for role in NAMES if role not in EXPLICIT_ONLY]
+                what = f"no column of a row is called so; known here: {', '.join(known)}"
+                if name in EXPLICIT_ONLY:
+                    what = f"has a key of its own: data.{KEYS[name]}"
+                yield where, "no-such-role", what
+                continue
+            able, key = _kinds_with(role).split(), KEYS.get(role, "")
+            if not kinds & {*able}:
+                yield where, "needs-data.kind", f"needs data.kind={' or '.join(able)}"
+            if role in used:
+                what = f"is another name for {used[role]}; give one of them"
+                yield where, "role-twice", what
+            elif key and getattr(section, key) not in (None, default_of(f"data.{key}")):
+                what = f"{'.'.join(map(str, path))}.{key} is given too; give one of them"
+                yield where, "role-twice", what
+            used[role] = name
+        keys: dict[str, KeyPath] = {}
+        values = {key: getattr(section, key, None) for key in (*KEYS.values(), "columns")}
+        for role, column in named_columns(values).items():
+            where = (*path, "columns", used[role]) if role in used else (*path, KEYS[role])
+            if is_source and role not in used and kind not in _kinds_with(role).split():
+                able = _kinds_with(role).split()
+                yield where, "needs-kind", f"needs kind={' or '.join(able)}"
+            if column in keys:
+                other = ".".join(map(str, keys[column]))
+                what = f"{column!r} is the column of {other} too; a column has one role"
+                yield where, "column-twice", what
+            keys.setdefault(column, where)
+
+
+def _overlong(recipe: Recipe) -> Found:
+    for path, section, kind in _sections(recipe):
+        loss_on = KINDS[kind].loss_on
+        if loss_on == "whole answers" and section.overlong == "cut":
+            what = f"not for kind {kind}, whose answers must be whole; use drop"
+            yield (*path, "overlong"), "not-for-kind", what
+        if loss_on == "class" and section.overlong in ("drop", "error"):
+            yield (*path, "overlong"), "not-for-kind", f"not for kind {kind}, whose texts are cut"
+
+
+def _packed_lengths(recipe: Recipe) -> Found:
+    tokens, data = recipe.batch.micro_batch_tokens, recipe.data
+    packed = data.packing and KINDS[data.kind].loss_on != "class"
+    for key, given in (
+        ("batch.micro_batch_tokens", tokens is not None and not data.joins_rows),
+        ("data.similar_lengths", data.similar_lengths),
+    ):
+        if given and packed:
+            what = "needs data.packing=false; packed sequences are all as long"
+            yield key, "needs-data.packing", what
+
+
+def _micro_batch_tokens(recipe: Recipe) -> Found:
+    tokens, data = recipe.batch.micro_batch_tokens, recipe.data
+    if tokens is not None and tokens < data.row_length:
+        what = f"a sequence of {data.sequence_length} tokens (data.sequence_length)"
+        if data.batch_unit == "pairs":
+            what = f"a pair of {data.row_length} tokens (twice data.sequence_length)"
+        yield "batch.micro_batch_tokens", "too-small", f"{tokens} does not hold {what}"
+
+
+_TEMPLATE_VALUES = (
+    "messages",
+    "conversations",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+)
+
+
+def _template_values(recipe: Recipe) -> Found:
+    for name in recipe.data.chat_template_kwargs or {}:
+        if name in _TEMPLATE_VALUES or name.endswith("_token"):
+            what = "is set by the launcher; give only values of the template's own"
+            yield ("data", "chat_template_kwargs", name), "set-by-launcher", what
+
+
+def _empty_template(recipe: Recipe) -> Found:
+    template = recipe.data.chat_template
+    if template is not None and os.path.isfile(template) and not os.path.getsize(template):
+        yield "data.chat_template", "empty-file", f"the file {template} is empty"
+
+
+# Evaluation, checkpoints, Slurm
+
+
+def _metrics(recipe: Recipe) -> Found:
+    generate, keep_best = recipe.evaluation.generate, recipe.checkpoint.keep_best
+    known = ["eval_loss", *(f"eval_{name}" for name in objective_of(recipe).scores)]
+    if generate is not None:
+        if KINDS[recipe.data.kind].loss_on != "answers":
+            mixed = isinstance(recipe.data.train, dict)
+            why = ", which is the kind of data.validation, too" if mixed else ""
+            what = f"needs data.kind=chat or instruct{why}"
+            yield "evaluation.generate", "needs-data.kind", what
+        known += [f"eval_{metric.rpartition(':')[2]}" for metric in generate.metrics]
+        length = recipe.data.sequence_length
+        if generate.max_new_tokens >= length:
+            what = f"leaves no room for a prompt in {length} tokens (data.sequence_length)"
+            what = f"{generate.max_new_tokens} {what}"
+            yield "evaluation.generate.max_new_tokens", "too-large", what
+    if keep_best is not None and keep_best not in known:
+        what = f"no such metric: {keep_best}; this run has {', '.join(known)}"
+        yield "checkpoint.keep_best", "no-such-metric", what
+
+
+def _whole_export(recipe: Recipe) -> Found:
+    model, checkpoint = recipe.model, recipe.checkpoint
+    changed = model.path is not None and model.config
+    if recipe.lora and changed and checkpoint.export and not checkpoint.export_merged:
+        what = "must be true with model.config and model.path: an adapter has no config of a model"
+        yield "checkpoint.export_merged", "needed-with-model.config", what
+
+
+def _nodes(recipe: Recipe) -> Found:
+    nodes = "1" if recipe.slurm is None else str(recipe.slurm.nodes)
+    first, _, last = nodes.partition("-")
+    if last and int(last) < int(first):
+        what = f"must be a number, or a range such as 2-4; got {nodes!r}"
+        yield "slurm.nodes", "form", what
+
+
+def _has_checkpoints(recipe: Recipe) -> bool:
+    return any(Path(recipe.run.dir, "checkpoints").glob("step_*"))
+
+
+def _resume(recipe: Recipe) -> Found:
+    resume = recipe.checkpoint.resume
+    # A run with checkpoints of its own resumes from these: the named one may be gone by then
+    if resume in ("auto", "never") or os.path.isdir(resume) or _has_checkpoints(recipe):
+        return
+    what = "give auto, never, or a checkpoint such as runs/NAME/checkpoints/step_00000500"
+    yield "checkpoint.resume", "no-such-path", f"{no_such('folder', resume)}; {what}"
+
+
+# Ranks
+
+
+def _batches(recipe: Recipe, ranks: int | None) -> Found:
+    size, micro = recipe.batch.global_batch_size, recipe.batch.micro_batch_size
+    if micro is None:  # batches are formed by tokens: of any number of sequences
+        return
+    if isinstance(size, AutoInt):  # chosen to be one
+        return
+    unit = 1 if micro == "auto" else micro
+    resume = recipe.checkpoint.resume
+    resumes = _has_checkpoints(recipe) if resume == "auto" else resume != "never"
+    if size % unit == 0 and resumes:
+        return  # perhaps on another number of ranks: the last micro-batches may be smaller
+    factors = [] if micro == "auto" else [f"{micro} (micro-batch)"]
+    if ranks is not None:
+        # Only the sizes that this is about: the others may be unsound
+        keys = [each.key for each in PARALLEL_SIZES if each.same_sequences]
+        given = {key: getattr(recipe.strategy, key) for key in keys}
+        sizes = LayoutSizes(size=ranks, **given)
+        unit *= sizes.data_parallel_size
+        divisors = "".join(f" / {n} (strategy.{each.key})" for each, n in sizes.same_sequences)
+        factors.append(f"{ranks} (ranks){divisors}")
+    if size % unit:
+        below = size // unit * unit
+        advice = " or ".join(str(multiple) for multiple in (below, below + unit) if multiple)
+        product = " x ".join(factors) + (f" = {unit}" if len(factors) > 1 else "")
+        what = f"{size} is not a multiple of {product}; try {advice}"
+        yield "batch.global_batch_size", "not-a-multiple", what
+
+
+def _groups(recipe: Recipe, ranks: int | None) -> Found:
+    if ranks is None:
+        return
+    sizes = sizes_of(recipe.strategy)
+    if recipe.strategy.kind == "ddp":  # another rule refuses to replicate
+        sizes["replicate"] = 1
+    for key, what in LayoutSizes(size=ranks, **sizes).problems():
+        yield f"strategy.{key}", "does-not-divide-ranks", what
+
+
+def _context(recipe: Recipe, ranks: int | None) -> Found:
+    size, length = recipe.strategy.context_parallel_size, recipe.data.sequence_length
+    if isinstance(length, AutoInt):  # chosen to be one
+        return
+    if length % size and (ranks or 0) % size == 0:  # else `_groups` refuses the size
+        what = f"is not a multiple of {size} ({_CONTEXT}); try {-(-length // size) * size}"
+        yield "data.sequence_length", "not-a-multiple", f"{length} {what}"
+
+
+def _profile(recipe: Recipe, ranks: int | None) -> Found:
+    profile, max_steps = recipe.profile, recipe.run.max_steps
+    if profile is None:
+        return
+    largest = max(profile.ranks or (), default=0)
+    if ranks is not None and largest >= ranks:
+        what = f"there is no rank {largest} of {ranks}, which count from 0"
+        yield "profile.ranks", "no-such-rank", what
+    first, last = profile.start_step, profile.start_step + profile.steps - 1
+    if max_steps is not None and last > max_steps:
+        what = f"steps {first} to {last} go beyond run.max_steps {max_steps}"
+        yield "profile.steps", "beyond-run.max_steps", what
+
+
+# Files of the data, which a plan does not need
+
+
+def _tokenizer(recipe: Recipe) -> Found:
+    name, template = recipe.data.tokenizer, recipe.data.chat_template
+    if template is not None and (problem := template_problem(template)) is not None:
+        yield "data.chat_template", "no-such-path", problem
+    if recipe.data.builder is not None or kinds_of(recipe) == {"tokens"} or name == "bytes":
+        return
+    what = "give `bytes`, a folder with a tokenizer, or a hub id `owner/name`"
+    named = recipe.model.config is not None or recipe.model.builder is not None
+    if name is None and recipe.model.path is None and named:  # a model that is missing is reported
+        what = f"missing; a model.config or model.builder has none of its own: {what}"
+        yield "data.tokenizer", "missing", what
+    if name is not None and not is_model_id(name) and not os.path.isdir(name):
+        yield "data.tokenizer", "no-such-path", f"{no_such_name('folder', name)}; {what}"
+
+
+def _data_files(recipe: Recipe) -> Found:
+    train, validation = recipe.data.train, recipe.data.validation
+    if train is None and recipe.data.builder is None:
+        yield "data.train", "missing", "missing; give data.train or data.builder"
+    lists: dict[str, tuple[str, ...]] = {}
+    if isinstance(train, dict):
+        lists |= {f"data.train.{name}.files": source.files for name, source in train.items()}
+    else:
+        lists["data.train"] = train or ()
+    if isinstance(validation, dict):
+        lists |= {f"data.validation.{name}": files for name, files in validation.items()}
+    else:
+        lists["data.validation"] = validation or ()
+    for key, patterns in lists.items():
+        for index, pattern in enumerate(patterns):
+            where: KeyPath = (*key.split("."), index)
+            if is_of_system(pattern):
+                yield where, "file-of-system", f"{pattern} holds files of the system, not data"
+            elif not matching(pattern) and not is_hub_id(pattern):
+                yield where, "no-such-path", no_such_name("file or folder", pattern)
+
+
+_RULES = (
+    _paths_of_models,
+    _adapter_targets,
+    _attention,
+    _config,
+    _sizes,
+    _new_tokens,
+    _mixture,
+    _kinds_of_rows,
+    _labels,
+    _columns,
+    _overlong,
+    _packed_lengths,
+    _micro_batch_tokens,
+    _template_values,
+    _empty_template,
+    _metrics,
+    _whole_export,
+    _nodes,
+    _resume,
+)
+_RANK_RULES = (_batches, _groups, _context, _profile)
+_FILE_RULES = (_tokenizer, _data_files)
+"""Rules that look for the files of the data. A plan does not need these files."""
