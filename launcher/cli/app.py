@@ -131,8 +131,6 @@ class Command(TyperCommand):
         for argument, following in zip(args, [*args[1:], "-"], strict=False):
             name, equals, value = argument.partition("=")
             if equals and name in values:
-                if any(word.startswith(f"{values[name].opts[0]}=") for word in words):
-                    problems.append(f"{argument}: {name} is given twice")
                 words.append(f"{values[name].opts[0]}={value}")
             elif argument in written or self._is_positional(argument):
                 words.append(argument)

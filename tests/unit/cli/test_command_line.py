@@ -100,7 +100,6 @@ def test_values_and_switches_are_parsed(monkeypatch):
         ("status run_dir=a", "run_dir=a: give it without run_dir=: launcher status a"),
         # A wrong value, or none
         ("plan nodes=0", "nodes=0: Input should be greater than or equal to 1"),
-        ("plan gpus=8 gpus=4", "gpus=4: gpus is given twice"),
         ("plan gpu_memory=80", "gpu_memory=80: 80 is not a size with a unit"),
         ("rows a step=0", "step=0: Input should be greater than or equal to 1"),
         ("rows a", "missing; give step=N"),

@@ -211,7 +211,7 @@ def test_status_of_a_folder_of_runs(run, capsys):
     [
         (["nowhere"], "no such folder: nowhere (looked for in "),
         (["."], ".: neither the folder of a run nor one that holds runs"),
-        ([], "Missing argument 'RUN_DIR'"),
+        ([], "missing; give RUN_DIR"),
     ],
 )
 def test_folder_without_runs_is_refused(command, arguments, message, tmp_path, capsys, monkeypatch):
