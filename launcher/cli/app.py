@@ -149,9 +149,9 @@ class Command(TyperCommand):
         """Whether it is an override, or an argument without a name."""
         name, equals, _ = argument.partition("=")
         section, dot, _ = name.partition(".")
-        if argument.startswith("-") or not equals:
-            return not equals and not argument.startswith("-")
-        if name in self.sections or os.path.exists(argument):
+        if argument.startswith("-"):
+            return False
+        if not equals or name in self.sections or os.path.exists(argument):
             return True  # a run folder of a sweep is named lr=0.1
         return bool(dot) and (section in self.sections or section != "sweep")
 
