@@ -61,7 +61,7 @@ OBJECTIVES = (
         rules=(
             ("data.mask_probability", "model.task", "masked_lm"),
             (
-                "lora data.streaming data.weights_column",
+                "lora data.weights_column",
                 "model.task",
                 "causal_lm sequence_classification reward",
             ),
@@ -120,7 +120,7 @@ OBJECTIVES = (
         rules=(
             ("distillation", "model.task", "causal_lm"),
             ("distillation", "data.kind", _OF_TOKENS),
-            ("distillation", "data.builder data.streaming model.builder model.new_tokens", False),
+            ("distillation", "data.builder model.builder model.new_tokens", False),
             ("distillation", "model.chunked_loss", True),
         ),
     ),

@@ -19,7 +19,7 @@ from launcher.recipe.decode import KeyPath, Problem
 from launcher.recipe.layouts import KINDS, TOKEN_KINDS
 from launcher.recipe.model_config import change_problems, config_problems, of_text, size_problems
 from launcher.recipe.objectives import OBJECTIVES, objective_of
-from launcher.recipe.schema import Recipe
+from launcher.recipe.schema import WITHOUT_REFERENCE, Recipe
 from launcher.recipe.section import AutoInt
 from launcher.recipe.template_names import template_problem
 from launcher.sources.hub import is_hub_id, is_model_id, no_such_name
@@ -101,18 +101,30 @@ def _kept_logits(recipe: Recipe) -> Problems:
 
 
 def _mixture(recipe: Recipe) -> Problems:
-    train, streaming = recipe.data.train, recipe.data.streaming
+    train = recipe.data.train
     if not isinstance(train, dict):
-        for name in train or ():
-            if streaming and "[" in name and is_hub_id(name):
-                yield "data.train", f"{name}: a slice is not available with data.streaming"
         return
-    if streaming:
-        yield "data.train", "a mixture is not available with data.streaming"
     sized = [name for name, source in train.items() if source.weight == "size"]
     for name in sized if len(sized) < len(train) else ():
         what = "size does not mix with the numbers of other sources; give each a number, or none"
         yield f"data.train.{name}.weight", what
+
+
+def _streaming(recipe: Recipe) -> Problems:
+    data, preference = recipe.data, recipe.preference
+    if not data.streaming:
+        return
+    for source in data.sources().values():
+        for name in source.train if isinstance(source.train, tuple) else ():
+            if "[" in name and is_hub_id(name):
+                yield "data.train", f"{name}: a slice is not available with data.streaming"
+    what = "not available with data.streaming: a pass over all data before training computes what "
+    what += "the loss compares with"
+    if preference is not None and preference.loss not in WITHOUT_REFERENCE:
+        yield "preference.loss", f"{what}; {' and '.join(WITHOUT_REFERENCE)} need none"
+    for name in ("kto", "distillation"):
+        if getattr(recipe, name) is not None:
+            yield name, what
 
 
 def _pretrained(recipe: Recipe) -> Problems:
@@ -425,6 +437,7 @@ _RULES = (
     _masked_lm,
     _section,
     _preference,
+    _streaming,
     _config,
     _sizes,
     _best_export,
