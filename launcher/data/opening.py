@@ -17,7 +17,7 @@ from launcher.data.custom import CustomDataset
 from launcher.data.dataset import MapData, MixtureDataset, SampleMaker, SequenceDataset
 from launcher.data.held_out import copy_documents, split_documents
 from launcher.data.modality import Modality
-from launcher.data.packing import text_lengths
+from launcher.data.packing import NothingToTrainError, text_lengths
 from launcher.data.problems import SHOWN
 from launcher.data.token_store import ModelTraits, TokenStore, open_store, rows_of_documents
 from launcher.errors import RecipeError
@@ -80,6 +80,8 @@ def make_dataset(
     store, mask = split_documents(
         store, data.validation_split, divide=data.kind == "text", of_shard=of_shard
     )
+    if held_out and not mask.any():
+        raise NothingToTrainError("data.validation_split: no document is held out")
     if held_out:
         return objective.open(copy_documents(store, np.flatnonzero(mask)), data, model)
     return objective.open(store, data, model, documents=np.flatnonzero(~mask))

@@ -492,7 +492,7 @@ class StreamingDataset:
         """Tokenizes a shard in a process of its own. If it fails, the run tries it again when it needs
         the shard, and reports the error."""
         prepare_worker_process(0)
-        os.nice(10)
+        os.nice(5)
         logging.disable(logging.INFO)
         sys.stderr = sys.stdout = None  # progress bars
         try:

@@ -646,7 +646,7 @@ def test_stream_resumes_exactly_and_rewinds(folder):
     write_lines(file, [{"text": f"{number} " * 20} for number in range(4000)])
     plain.mkdir()
     seen.mkdir()
-    stream = ["data.streaming=true", "data.shuffle_buffer=40", f"data.train=[{file}]"]
+    stream = ["data.streaming=true", "data.shard_size=12KB", f"data.train=[{file}]"]
     train(
         folder,
         folder / "stream-whole",
@@ -661,10 +661,8 @@ def test_stream_resumes_exactly_and_rewinds(folder):
         "stream"
     ]
     assert (state["samples"], state["order"]) == (48, whole["order"])
-    assert len(state["positions"]) == 4
-    assert min(map(max, state["positions"])) > 0, (
-        "every shard must have been read by one of the ranks"
-    )
+    assert state["shard"] >= 1, "the checkpoint must be in a later shard"
+    shutil.rmtree(folder / "cache/streams", ignore_errors=True)
     rewind = ["run.on_divergence=rewind", "run.max_skipped_steps=1", "batch.micro_batch_size=8"]
     rewind += ["run.max_steps=12"]  # a finished run continues only with more steps
     output = (

@@ -21,9 +21,7 @@ def saved_steps(requests, *, due=()):
         file[0] = False
 
     run._checkpoints = SimpleNamespace(report=lambda: None, save=save, trouble=None)
-    data = SimpleNamespace(
-        due=lambda step, section: step in due, stream_state=lambda batch, ranks: None
-    )
+    data = SimpleNamespace(due=lambda step, section: step in due, stream_state=lambda batch: None)
     run._training, run._recipe = SimpleNamespace(data=data), SimpleNamespace(checkpoint=None)
     run._ranks = None
     context = SimpleNamespace(__enter__=lambda self: None, __exit__=lambda *_: None)
