@@ -1,12 +1,12 @@
 """Measures tokenization with a cold cache, with one and several processes, and with a warm cache.
 
     python benchmarks/data.py [--megabytes 32] [--processes 1 2] [--output FILE]
-    python benchmarks/data.py --stream 500 [--length 16] [--megabytes 200]
+    python benchmarks/data.py --stream 40000000 [--rate 200000] [--megabytes 200]
     python benchmarks/data.py --images 200
 
-With --stream STEP it measures data.streaming in one process, with a global batch of 1,024 and
-without a model: seconds and peak memory until the first step, and until STEP with and without the
-positions from a checkpoint.
+With --stream TOKENS it reads so many tokens from a store and from a stream, with loader processes and
+without a model, and from a stream with a pause for each step as of a model with --rate tokens/s: seconds
+until the first step, with tokenization, tokens/s, and the waits of the steps after it.
 
 With --images COUNT it measures rows with images: tokenization, and the loader, in one process and with
 two workers. The images are JPEG files of two sizes, the processors those of Qwen2.5-VL, Qwen3-VL and
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -63,31 +64,34 @@ print(json.dumps({"tokens": tokens, "seconds": time.perf_counter() - imported, "
 """
 
 STREAM = """
-import json, resource, sys, time
-from launcher.data.batching import RankBatchSampler, StreamOrder
-from launcher.data.encoder import make_encoder
-from launcher.sources.rows import find_parts
-from launcher.data.streaming import StreamingDataset
+import json, sys, time, torch
+from launcher.data.run_data import open_run_data
 from launcher.data.token_store import ModelTraits
+from launcher.distributed.rank_layout import RankLayout
 from launcher.objectives.next_token import NextToken
-from launcher.recipe.schema import Data
-folder, step, length, positions = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4])
-data = Data(train=(folder + "/text.jsonl",), tokenizer=folder + "/tokenizer", sequence_length=length)
-started, cpu = time.perf_counter(), time.process_time()
-sampler = RankBatchSampler(
-    order=StreamOrder(), global_batch_size=1024, micro_batch_size=8, rank=0, ranks=1, first_step=step, steps=step + 1
+from launcher.recipe.schema import Batch, Data, Run
+folder, tokens, streams, rate = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "stream", float(sys.argv[4])
+options = {"streaming": True, "shard_size": "32MiB"} if streams else {}
+data = Data(
+    train=(folder + "/text.jsonl",), tokenizer=folder + "/tokenizer", sequence_length=2048, cache=folder + "/cache", **options
 )
-stream = StreamingDataset(
-    find_parts(data.train, kind="text"), make_encoder("text", data, tokenizer=data.tokenizer), sampler=sampler, data=data, seed=1,
-    model=ModelTraits(), skipped_rows=None, objective=NextToken(),
+started = time.perf_counter()
+steps = tokens // (2048 * 16)
+opened = open_run_data(
+    data, Batch(global_batch_size=16, micro_batch_size=16), Run(name="stream", max_steps=steps),
+    objective=NextToken(), model=ModelTraits(), build=True, ranks=RankLayout(rank=0, size=1, group=None, device=torch.device("cpu")),
 )
-# Positions after the step: one step later
-start = {"order": stream.order, "samples": step * 1024, "positions": positions} if positions else None
-*_, last = stream.starting(sampler, start)
-seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-positions = [last["positions"][shard] for shard in sorted(last["positions"])]
-print(json.dumps({"seconds": seconds, "cpu": cpu, "peak": peak, "positions": positions}))
+waits, no = [], {"stop_requested": lambda: False, "save_requested": lambda: False}
+for batch in opened.batches(ranks=RankLayout(rank=0, size=1, group=None, device=torch.device("cpu")), **no):
+    waits.append(batch.seconds_waited)
+    if len(waits) == 1:
+        first = time.perf_counter() - started
+    if rate:
+        time.sleep(2048 * 16 / rate)
+seconds = time.perf_counter() - started
+waits = waits[1:]
+print(json.dumps({"first": first, "rate": steps * 2048 * 16 / seconds, "mean": sum(waits) / len(waits), "longest": max(waits),
+                  "waited": sum(wait > 0.05 for wait in waits), "steps": len(waits)}))
 """
 
 
@@ -168,23 +172,23 @@ def images(count: int) -> str:
     return "\n".join(lines) + "\n"
 
 
-def stream(folder: Path, step: int, length: int) -> str:
-    """Markdown table of the time and memory until a step of a streamed dataset."""
+def stream(folder: Path, tokens: int, rate: float) -> str:
+    """Markdown table of a store and a stream, and of a stream while a step takes as long as it would with this
+    many tokens/s."""
     lines = [
-        "| data.streaming, global batch 1,024 | seconds | CPU seconds | peak memory |",
-        "|---|---:|---:|---:|",
+        "| 2,048 x 16 tokens per step | first step after | tokens/s | mean wait | longest wait | steps that waited |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
-    before = run(
-        STREAM, folder, step - 1, length, "null"
-    )  # a checkpoint would contain these positions
-    for what, at, positions in (
-        ("to the first step", 0, None),
-        (f"to step {step:,}, from a checkpoint's positions", step, before["positions"]),
-        (f"to step {step:,}, without them", step, None),
+    for what, kind, limit in (
+        ("store", "store", 0.0),
+        ("data.streaming", "stream", 0.0),
+        (f"data.streaming, {rate:,.0f} tokens/s trained", "stream", rate),
     ):
-        found = run(STREAM, folder, at, length, json.dumps(positions))
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+        found = run(STREAM, folder, tokens, kind, limit)
         lines.append(
-            f"| {what} | {found['seconds']:.1f} | {found['cpu']:.1f} | {found['peak'] / 1024:.0f} MiB |"
+            f"| {what} | {found['first']:.1f} s | {found['rate']:,.0f} | {1000 * found['mean']:.1f} ms "
+            f"| {found['longest']:.2f} s | {found['waited']} of {found['steps']} |"
         )
         print(lines[-1], file=sys.stderr, flush=True)
     return "\n".join(lines) + "\n"
@@ -242,9 +246,9 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=32)
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--stream", type=int, metavar="STEP")
+    parser.add_argument("--stream", type=int, metavar="TOKENS")
     parser.add_argument(
-        "--length", type=int, default=16, help="sequence length in tokens, with --stream"
+        "--rate", type=float, default=200_000.0, help="tokens/s of the model, with --stream"
     )
     parser.add_argument("--images", type=int, metavar="COUNT")
     arguments = parser.parse_args()
@@ -254,7 +258,7 @@ def main() -> None:
     if arguments.stream is not None:
         with tempfile.TemporaryDirectory(prefix="launcher-data-") as name:
             make_inputs(Path(name), arguments.megabytes)
-            print(stream(Path(name), arguments.stream, arguments.length))
+            print(stream(Path(name), arguments.stream, arguments.rate))
         return
     lines = [
         "| | processes | text | tokens | seconds | MB/s | tokens/s | whole process |",

@@ -135,6 +135,8 @@ class GlobalBatch:
     """Over all ranks, including this step and batches that were skipped before it."""
     seconds_waited: float
     """For this rank's loader."""
+    stream: Mapping[str, Any] | None = None
+    """`StreamOrder.state` after the batch; None without data.streaming."""
 
 
 def make_loader(

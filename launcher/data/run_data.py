@@ -143,7 +143,7 @@ class RunData:
             return
         with stream.training(order.first_turn):
             for batch in batches:
-                yield batch
+                yield replace(batch, stream=order.state(batch.samples_seen))
                 if before is not None:
                     before.statistics.read()  # then all ranks have the samples of its step
                     order.release(before.samples_seen)
@@ -206,11 +206,6 @@ class RunData:
     def stream_order(self) -> str | None:
         """Digest of the order of a stream's samples; None without data.streaming."""
         return self.training.order if isinstance(self.training, StreamingDataset) else None
-
-    def stream_state(self, batch: GlobalBatch) -> dict[str, Any] | None:
-        """The stream's position after a batch, for a checkpoint; None without data.streaming."""
-        order = self.sampler.order
-        return order.state(batch.samples_seen) if isinstance(order, StreamOrder) else None
 
 
 def open_run_data(

@@ -489,7 +489,7 @@ class TrainingRun:
                 step.number,
                 batch.samples_seen,
                 self._position.skipped_batches,
-                self._training.data.stream_state(batch),
+                batch.stream,
             )
             with self._reporter.excluded("checkpoint"), self._progress.slow("checkpoint"):
                 checkpoints.save(

@@ -646,7 +646,7 @@ def test_stream_resumes_exactly_and_rewinds(folder):
     write_lines(file, [{"text": f"{number} " * 20} for number in range(4000)])
     plain.mkdir()
     seen.mkdir()
-    stream = ["data.streaming=true", "data.shard_size=12KB", f"data.train=[{file}]"]
+    stream = ["data.streaming=true", "data.shard_size=1KB", f"data.train=[{file}]"]
     train(
         folder,
         folder / "stream-whole",

@@ -54,8 +54,7 @@ def train(data, position, steps=None):
     for batch in data.batches(ranks=ALONE, **no):
         ids = [row[0] for one in batch.micro_batches for row in one.inputs["input_ids"].tolist()]
         found.append([one for one in ids if one])
-        stream = data.stream_state(batch)
-        position = Position(batch.step, batch.samples_seen, position.skipped_batches, stream)
+        position = Position(batch.step, batch.samples_seen, position.skipped_batches, batch.stream)
         if len(found) == steps:
             break
     return found, position, data.steps

@@ -78,7 +78,7 @@ def steps_of(data, position=START):
     data = data.starting(position)
     no = {"stop_requested": lambda: False, "save_requested": lambda: False}
     for batch in data.batches(ranks=ALONE, **no):
-        saved = json.loads(json.dumps(data.stream_state(batch)))
+        saved = json.loads(json.dumps(batch.stream))
         position = Position(batch.step, batch.samples_seen, 0, saved)
         yield [*batch.micro_batches], position
 
