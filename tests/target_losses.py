@@ -1,4 +1,4 @@
-"""Losses of targets, as a user writes them: the examples of docs/losses.md, and broken ones."""
+"""Losses of targets, as a user writes them: the examples of docs/extend.md, and broken ones."""
 
 import torch
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import PIL.Image
 import torch
 
 from launcher.cli.inspect_page import Page
@@ -16,7 +16,12 @@ from launcher.data.collation import raise_error
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.opening import make_order
 from launcher.errors import RecipeError, suggestion
+from launcher.libraries.extras import require_extra
 from launcher.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    import PIL.Image
+    from typing_extensions import TypeIs
 
 _VALUES = 8
 """First values that are printed of a tensor."""
@@ -114,7 +119,7 @@ def _describe_one(value: object) -> str:
         return f"array of {_describe_tensor(torch.from_numpy(np.ascontiguousarray(value)))}"
     if isinstance(value, torch.Tensor):
         return _describe_tensor(value)
-    if isinstance(value, PIL.Image.Image):
+    if _is_picture(value):
         return f"PIL image, {value.width} x {value.height} pixels, {value.mode}"
     text = repr(value)
     shown = text if len(text) <= _CHARACTERS else f"{text[:_CHARACTERS]}…"
@@ -137,11 +142,17 @@ def _describe_tensor(tensor: torch.Tensor) -> str:
     return f"{what}: {first}{', …' * (len(numbers) > _VALUES)}"
 
 
+def _is_picture(value: object) -> TypeIs[PIL.Image.Image]:
+    """Whether a value is an image of Pillow, which need not be installed."""
+    pillow = sys.modules.get("PIL.Image")
+    return pillow is not None and isinstance(value, pillow.Image)
+
+
 def picture_of(value: object) -> PIL.Image.Image | None:
     """The picture of an image, or of a tensor or array that looks like one: 1, 3 or 4 channels, first
     or last, or two dimensions of bytes or bools. None for others. Numbers beyond 0 to 1, or of
     integers 0 to 255, are drawn from the smallest to the largest."""
-    if isinstance(value, PIL.Image.Image):
+    if _is_picture(value):
         return value.convert("RGB")
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         value = torch.from_numpy(np.ascontiguousarray(value))
@@ -163,6 +174,9 @@ def picture_of(value: object) -> PIL.Image.Image | None:
     if low < 0 or high > whole:
         values, whole = values - low, max(high - low, 1e-12)
     levels = (values / whole * 255).round().to(torch.uint8).permute(1, 2, 0).contiguous().numpy()
+    require_extra("PIL", "out")
+    import PIL.Image
+
     picture = PIL.Image.fromarray(levels[..., 0] if levels.shape[2] == 1 else levels)
     larger = -(-_SHOWN // max(picture.size))
     if larger > 1:

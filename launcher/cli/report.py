@@ -7,15 +7,16 @@ import contextlib
 import json
 import shlex
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from launcher import __version__
 from launcher.cli.app import make_parent_of_file, option
+from launcher.cli.bottleneck import bottleneck, profile_of_run
 from launcher.cli.status import (
     Summary,
     date_text,
@@ -89,6 +90,25 @@ class _ReportedRun(RunHistory):
     def built(self) -> Json:
         """The last event `built`; empty if there is none."""
         return next((event for event in self.events[::-1] if event["event"] == "built"), {})
+
+    def bottleneck(self) -> str:
+        """What limits the speed of the last start that trained; empty if that is not known."""
+        records = self.records_of_last_start()
+        ranks = [a.ranks for a in self.summary.attempts if a.ranks]
+        if self.recipe is None or not ranks:
+            return ""
+        seconds = timed_parts(records[1:])
+        profile = profile_of_run(records[1:], seconds, self.built, ranks=ranks[-1])
+        return "" if profile is None else bottleneck(profile, self.recipe)
+
+    def records_of_last_start(self) -> list[Mapping[str, Any]]:
+        """The records of steps of the last start that trained: others may have had another number
+        of ranks."""
+        steps = [record for record in self.records if record.get("step_seconds") is not None]
+        last = max((record["step"] for record in steps), default=0)
+        before = [a.resumed for a in self.summary.attempts if a.resumed < last]
+        first = before[-1] if before else -1
+        return [record for record in steps if record["step"] > first]
 
 
 def report(
@@ -184,6 +204,9 @@ def _cards(run: _ReportedRun) -> Cards:
         if seconds is not None:
             detail = f"{seconds:.3g} s a step"
         cards.append(Card("speed", "" if rate is None else f"{rate:,.0f} tokens/s", detail))
+    if limit := run.bottleneck():
+        part, _, detail = limit.partition(", ")
+        cards.append(Card("limits the speed", part, detail))
     if summary.state == "running" and steps and seconds:
         left = seconds_as_text((steps - summary.step) * seconds)
         cards.append(Card("time left", left, f"since {date_text(summary.until)}"))
@@ -224,6 +247,7 @@ def _overview(runs: list[_ReportedRun], differences: Table) -> Iterator[Table]:
         losses = [loss for line in run.records if (loss := finite(line.get("eval_loss")))]
         if losses:
             texts["lowest evaluation"] = f"{min(losses):.4f}"
+        texts["limits the speed"] = run.bottleneck()
         texts["error"] = run.summary.status.get("error") or ""
         facts.append({row[0]: row[number] for row in swept} | texts)
     names = [run.name for run in runs]
@@ -305,13 +329,9 @@ def _times(runs: list[_ReportedRun]) -> Iterator[Bars]:
 
 
 def _last_peak(run: _ReportedRun) -> int:
-    """The largest measured peak of the last start that trained: others may have had another number
-    of ranks. 0 if none was measured."""
-    last = max((record["step"] for record in run.records), default=0)
-    before = [a.resumed for a in run.summary.attempts if a.resumed < last]
-    first = before[-1] if before else -1
-    peaks = [r.get("peak_memory_bytes") or 0 for r in run.records if r["step"] > first]
-    return max(peaks, default=0)
+    """The largest measured peak of the last start that trained. 0 if none was measured."""
+    records = run.records_of_last_start()
+    return max((record.get("peak_memory_bytes") or 0 for record in records), default=0)
 
 
 def _memory(runs: list[_ReportedRun]) -> Bars:

@@ -75,8 +75,6 @@ class Summary:
     until: float
     """Time of its end or its last heartbeat, or now."""
     attempts: list[Attempt]
-    verdict: str
-    """What limits the speed; empty before the first verdict."""
     checkpoints: list[tuple[int, float, int]] = field(default_factory=list)
     """Step, time and bytes of each valid checkpoint, the newest last."""
     damaged: list[str] = field(default_factory=list)
@@ -142,7 +140,6 @@ def summarize(path: Path, now: float) -> Summary:
     if state in ("running", "starting") and alive is False:
         state, reason = "died", "its process ended without a message, or its machine was lost"
     events = run.read_events()
-    verdicts = [event["text"] for event in events if event["event"] == "verdict"]
     heard = f"on another machine, its last heartbeat at {date_text(last_heartbeat(path))}"
     liveness = {True: "alive", False: "ended", None: heard}[alive]
     summary = Summary(
@@ -156,7 +153,6 @@ def summarize(path: Path, now: float) -> Summary:
         owner=f"{owner.describe()}: {liveness}" if owner is not None else "none",
         until=now if alive else max(status.get("time") or 0.0, last.get("time") or 0.0),
         attempts=read_attempts(events),
-        verdict=(verdicts or [""])[-1],
     )
     try:
         checkpoints = list_checkpoints(path / "checkpoints")
@@ -331,8 +327,6 @@ def describe(summary: Summary, now: float | None) -> Iterator[tuple[str, str, st
         yield "checkpoint", "none that is valid" if summary.damaged else "none", "yellow"
     for problem in summary.damaged:
         yield "", f"damaged: {problem}", "red"
-    if summary.verdict:
-        yield "verdict", summary.verdict, ""
     if warning := summary.status.get("warning"):
         yield "warning", warning, "yellow"
     yield "owner", summary.owner, ""

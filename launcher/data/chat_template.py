@@ -314,7 +314,7 @@ class ChatTemplate:
             self.note(
                 "served",
                 "the chat template never shows an answer after its generation prompt: the last "
-                "turn of a row is written after it (docs/data.md)",
+                "turn of a row is written after it (docs/reference/data.md)",
             )
         if unknown:
             raise unknown[0]
@@ -323,7 +323,9 @@ class ChatTemplate:
             raise problems[max(problems)] if problems else what
         if unlearned := problems.keys() - learned_turns:
             problem = problems[min(unlearned)]
-            self.note("unlearned", f"turns without loss, such as this {problem} (docs/data.md)")
+            self.note(
+                "unlearned", f"turns without loss, such as this {problem} (docs/reference/data.md)"
+            )
         return Rendered(text, list(learned_turns.values()), closed and last in learned_turns)
 
     def note(self, subject: str, text: str) -> None:

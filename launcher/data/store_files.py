@@ -137,10 +137,14 @@ class StoreWriter:
         self._files: dict[str, BinaryIO] = {}
         source = left or folder
         noted = saved_progress(source, tasks)
-        for name, size in noted.get("sizes", {}).items():
+        sizes = noted.get("sizes", {})
+        for name in _NOTED:
+            if name not in sizes:  # begun after the last note
+                (folder / name).unlink(missing_ok=True)
+                continue
             if left is not None:
-                _copy_beginning(left / name, folder / name, size)
-            os.truncate(folder / name, size)
+                _copy_beginning(left / name, folder / name, sizes[name])
+            os.truncate(folder / name, sizes[name])
         if noted:
             self.done, self.sums = noted["done"], noted["sums"]
             self.unused = noted.get("unused", {})

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from launcher.console import finite
 from launcher.errors import RecipeError
+from launcher.libraries.extras import require_extra
 
 MOST_POINTS = 2000
 """Points of a curve in the page."""
@@ -387,6 +388,7 @@ def timed_parts(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 def write_page(file: Path, title: str, sections: Sequence[Section], *, footer: str) -> None:
     """Writes a page. Raises RecipeError if that is not possible."""
+    require_extra("plotly", str(file))
     import jinja2
     from plotly.offline import get_plotlyjs
 

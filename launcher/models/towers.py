@@ -443,7 +443,7 @@ def packed_masks(
     layers in which attachments do so; in the others attention is causal.
 
     transformers 5.23 makes a wrong mask for the sliding layers of such rows: it looks for the
-    attachments at positions that count from the start of the row (docs/images.md).
+    attachments at positions that count from the start of the row (docs/engineering/images.md).
     """
     order = torch.arange(types.shape[1], device=types.device)
     distance = order[:, None] - order[None, :]

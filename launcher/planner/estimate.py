@@ -1,7 +1,7 @@
 """Estimates the memory of a training step with closed formulas, to rank configurations.
 
 The estimate is accurate to 10 %; configurations that are shown are confirmed by a trace
-(`trace.py`). docs/memory_explained.md explains the formulas. In addition to those formulas:
+(`trace.py`). docs/engineering/memory.md explains the formulas. In addition to those formulas:
 
 - Hybrid sharding keeps the gradients averaged over the copies until those of the next micro-batch
   replace them.

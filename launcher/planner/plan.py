@@ -164,7 +164,7 @@ def _room(profile: ModelProfile, recipe: Recipe, step: StepMemory, *, ranks: int
     The allocator gives memory that was freed on one stream only to the same stream. FSDP allocates
     gradient shards on the stream of its reductions, and all-gathered weights on another one, so
     other tensors cannot take their place while they do not exist. This memory counts as far as it
-    exceeds the peak, because at the peak all shards may exist. docs/memory.md has measurements.
+    exceeds the peak, because at the peak all shards may exist. docs/engineering/memory.md has measurements.
     """
     strategy = recipe.strategy
     if strategy.kind == "ddp" or recipe.uses_one_rank(ranks):

@@ -1,6 +1,6 @@
 """Chooses the sizes of a run that are `auto`, from the rows of its data.
 
-docs/small_data.md has the experiments behind the numbers.
+docs/engineering/experiments.md has the experiments behind the numbers.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@
   parameter in 16 bits) and gradients (14 bytes; torch 2.11 to 2.13, `foreach_reduce`).
 - Copies between host and device run beside compute: only the time by which they exceed it counts.
 
-docs/speed.md compares the estimates with published figures.
+docs/engineering/speed.md compares the estimates with published figures.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from launcher.distributed.rank_layout import PARALLEL_SIZES
+from launcher.libraries.extras import missing_extra
 from launcher.recipe.decode import KeyPath, subsection
 from launcher.recipe.layouts import (
     ATTACHMENTS,
@@ -164,6 +165,8 @@ _ONE_OF = (*ALTERNATIVES, ("model.path", "model.config", "model.builder"))
 """Keys of which exactly one must be given."""
 
 
+_EXTRAS = {"lora": "peft", "images": "PIL", "logging.tensorboard": "tensorboard"}
+"""Keys that need a module of an extra."""
 _COLUMN_KEYS = (*KEYS.values(), "columns")
 
 
@@ -179,6 +182,13 @@ def combination_rules(recipe: Recipe) -> Iterator[Problems]:
     yield _overlong(recipe)
     for alternatives in _ONE_OF:
         yield _one_of(recipe, alternatives)
+    for key, module in _EXTRAS.items():
+        yield _installed(recipe, key, module)
+
+
+def _installed(recipe: Recipe, key: str, module: str) -> Problems:
+    if value_of(recipe, key) and (missing := missing_extra(module)) is not None:
+        yield key, missing
 
 
 def value_of(section: Any, key: str) -> Any:

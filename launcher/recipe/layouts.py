@@ -1,7 +1,7 @@
 """The kinds of rows, and their layouts: by which columns they are known, and what a row becomes.
 
 The layouts are used twice: for data.kind where the recipe does not give it, before torch is imported,
-and for reading the rows (`data/encoder.py`). docs/data.md shows them.
+and for reading the rows (`data/encoder.py`). docs/reference/data.md shows them.
 
 A *role* is what a column is for, such as `response`. Its column is the one that `data.columns` or a
 key such as `data.response_column` names, else the first of the role's usual names (NAMES), in any

@@ -257,7 +257,7 @@ class Data(Section):
     """Page-locked host memory for the copy to the device; null: if the device is a GPU."""
     columns: Annotated[dict[Text, Text], Field(min_length=1)] | None = None
     """Columns of your data by what they are for, such as {prompt: question, completion: answer}, for
-    all kinds; null: by their usual names (docs/data.md). The keys below name single ones."""
+    all kinds; null: by their usual names (docs/reference/data.md). The keys below name single ones."""
     ignore_columns: TextList | None = None
     """Columns that are not used on purpose: they are neither named at the start nor refused."""
     text_column: Text = "text"
@@ -739,7 +739,7 @@ class Logging(Section):
     """Write RUN_DIR/tensorboard."""
     tracker: Function | None = None
     """A function of yours, `package.module:function`, for other trackers such as MLflow: it returns
-    an object with the methods write and close (docs/tracking.md)."""
+    an object with the methods write and close (docs/metrics.md)."""
 
 
 class Profile(Section):

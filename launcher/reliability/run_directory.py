@@ -40,8 +40,8 @@ _PASSES = {
 }
 """What passes before the first step keep for the next start: by the file that is written last."""
 _EVERY_EVENT = ("event", "time", "host", "attempt")
-_OF_EVENT = {"saved": ("step",), "resumed": ("step",), "verdict": ("text",)}
-Event = Literal["started", "built", "resumed", "saved", "verdict", "failed", "stopped", "finished"]
+_OF_EVENT = {"saved": ("step",), "resumed": ("step",)}
+Event = Literal["started", "built", "resumed", "saved", "failed", "stopped", "finished"]
 
 
 class RunFolder:

@@ -183,10 +183,6 @@ class StepRecorder:
         """`_Interval.own_seconds` of each rank in the last record; empty if not measured."""
         self.operations_of_towers = 0.0
         """Floating-point operations of towers per second in the last record, of all ranks."""
-        self.totals: defaultdict[str, float] = defaultdict(float)
-        """Sums of this rank after the first record: seconds by phase and of whole steps (`step`),
-        `tokens`, `squared_lengths`, seconds of `communication` within `timed` seconds, and the
-        number of `records`."""
         self.restart(skipped=0, skipped_in_a_row=0)
 
     def restart(self, *, skipped: int, skipped_in_a_row: int) -> None:
@@ -289,7 +285,6 @@ class StepRecorder:
         interval.read()
         if self._cuda:
             self._own = interval.own_seconds
-        self._add_totals(interval)
         record = self._record(pending.step, interval, pending.numbers.view(self._ranks.size, -1))
         record["grad_norm"] = finite(norm)
         record["time"] = pending.time or time.time()  # on CUDA the end was just reached
@@ -362,20 +357,6 @@ class StepRecorder:
         """The largest number of retried allocations of a rank; None on a CPU."""
         # Null GPUs gather no values; this rank's own need no device
         return int(max(interval.retries, float(by_rank.nan_to_num().max()))) if self._cuda else None
-
-    def _add_totals(self, interval: _Interval) -> None:
-        self.totals["records"] += 1
-        if self.totals["records"] == 1:  # its steps load, compile and allocate
-            return
-        for phase in PHASES:
-            self.totals[phase] += interval.seconds[phase]
-        seconds, waits = interval.step_seconds * interval.steps, interval.communication_seconds
-        self.totals["step"] += seconds
-        self.totals["tokens"] += interval.tokens
-        self.totals["squared_lengths"] += interval.squared_lengths
-        if waits is not None:
-            self.totals["communication"] += waits * interval.steps
-            self.totals["timed"] += seconds
 
 
 def _ratio(total: float, count: float) -> float | None:

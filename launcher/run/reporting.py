@@ -15,8 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from launcher.checkpoint.resume import Resumed
 from launcher.console import (
     LINE_SECONDS,
@@ -37,7 +35,6 @@ from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json, Lines
 from launcher.reliability.run_directory import RunFolder
 from launcher.run.recorder import PendingRecord, StepRecorder
-from launcher.run.verdict import StepProfile, advice, step_shares, verdict
 from launcher.training.evaluation import Evaluated, over_all
 from launcher.training.loop import Step
 from launcher.training.setup import Training
@@ -46,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 _LOSSES, _FEWEST_LOSSES = 50, 10
 """Number of recent losses that a new one is compared with. The first ones fall and jump."""
-VERDICT_STEPS = 100
-"""Steps of a start after which a verdict is logged; another one is logged at the end."""
 WARM_UP_STEPS = 5
 """First steps of a start, in which PyTorch's allocator may repeat allocations until the memory of
 all its streams has its final size."""
@@ -74,11 +69,9 @@ class Reporter:
         self._recent: deque[float] = deque(maxlen=_LOSSES)
         self._peak = 0
         """Largest peak of a rank in the last record, in bytes."""
-        self._logged, self._retries, self._retry_steps = first_step, 0, 0
-        """The last logged step; the number of retried allocations after `WARM_UP_STEPS`, and the
-        number of steps that had them."""
+        self._logged, self._retries = first_step, 0
+        """The last logged step; the number of retried allocations after `WARM_UP_STEPS`."""
         self._pending: PendingRecord | None = None
-        self._micro_batches, self._judged = 1, False
         self._progress = ProgressLine(self._steps)
         self._status: Json = {"steps": self._steps}
         self._samples = Lines(folder.path / "samples.jsonl")
@@ -131,7 +124,6 @@ class Reporter:
         """
         self._last_step = step.number
         self._recorder.add(step)
-        self._micro_batches = len(step.batch.micro_batches)
         every_steps = self._recipe.logging.every_steps
         due = step.number % every_steps == 0 or step.number in (1, self._steps)
         previous, self._pending = self._pending, self._recorder.launch(step) if due else None
@@ -164,8 +156,6 @@ class Reporter:
                 for message in self._slow.update(step, own):
                     logger.warning(message)
             self._progress.step(record, note=self._slow.note)
-            if step >= self._first_step + VERDICT_STEPS and not self._judged:
-                self._judge()
             self._folder.note_step(step, **self._status)
         try:
             self._check(record)
@@ -192,50 +182,18 @@ class Reporter:
             if retries and not self._retries and self._main:
                 sizes = f"{bytes_as_text(self._peak)} of tensors at the peak"
                 sizes += "" if reserved is None else f", {bytes_as_text(reserved)} reserved"
-                helps = advice("memory", self._profile({}), self._recipe)
                 logger.warning(
                     f"little memory: after step {before:,}, up to step {self._logged:,}, PyTorch "
                     f"repeated {retries:,} allocations; each time it frees its cache and waits for "
-                    f"the GPU ({sizes}); {helps}. This warning is not repeated"
+                    f"the GPU ({sizes}). {program()} report {self._folder.path} names an override "
+                    "that needs less memory. This warning is not repeated"
                 )
             self._retries += retries
-            self._retry_steps += self._logged - before
         self._status |= {
             "peak_memory_bytes": self._peak,
             "reserved_memory_bytes": reserved,
             "allocation_retries": None if retries is None else self._retries,
         }
-
-    def _profile(self, shares: Mapping[str, float]) -> StepProfile:
-        free = None
-        if self._device.type == "cuda":
-            free = 1 - self._peak / torch.cuda.get_device_properties(self._device).total_memory
-        return StepProfile(
-            shares,
-            ranks=len(self._hosts),
-            nodes=len(set(self._hosts)),
-            micro_batches=self._micro_batches,
-            free_memory=free,
-            slow_rank=self._slow.note,
-            retries=self._retries / max(1, self._retry_steps),
-        )
-
-    def _judge(self) -> None:
-        """Logs what limits the speed, and records it in events.jsonl."""
-        self._judged = True
-        totals = self._recorder.totals
-        if not totals["step"]:
-            return
-        length = totals["squared_lengths"] / max(1.0, totals["tokens"])
-        recomputed = self._flops.recomputed_share(length or self._recipe.data.sequence_length)
-        shares = step_shares(totals, recomputed_share=recomputed)
-        profile = self._profile(shares)
-        text, rate = verdict(profile, self._recipe), totals["tokens"] / totals["step"]
-        parts = ", ".join(f"{name} {share:.0%}" for name, share in shares.items())
-        peak = f"{bytes_as_text(self._peak)} at the peak"
-        logger.info(f"{text}\n  {rate:,.0f} tokens/s, {peak}; {parts}")
-        rounded = {name: round(share, 4) for name, share in shares.items()}
-        self._folder.note("verdict", step=self._last_step, text=text, shares=rounded)
 
     def _check(self, record: Json) -> None:
         """Raises DivergedError. Every rank has the same record and makes the same decision."""
@@ -400,7 +358,6 @@ class Reporter:
         `exported_step` (None: the last one); `kept` is the step of the newest checkpoint."""
         if not self._main:
             return
-        self._judge()
         self._close(state)
         step, folder = self._last_step, self._folder
         folder.write_status(state, step=step, reason=reason, **self._status)

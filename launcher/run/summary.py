@@ -15,6 +15,7 @@ from launcher.console import bytes_as_text, count_as_text
 from launcher.data.batching import BatchSampler, JoinedBatchSampler
 from launcher.data.dataset import SequenceDataset
 from launcher.data.loader import expected_padding
+from launcher.distributed.environment import segments_grow
 from launcher.libraries.private import attention_implementation
 from launcher.models.attention import attention_kernels
 from launcher.models.config_overrides import config_changes
@@ -75,6 +76,10 @@ def describe_start(training: Training, ranks_per_node: int) -> Json:
         },
         "revisions": _revisions(training.recipe),
         "held": held,
+        # For `launcher report`, which names what limits the speed
+        "recomputed_share": training.flops.recomputed_share(training.recipe.data.sequence_length),
+        "micro_batches": training.data.sampler.micro_batches(training.data.start.step),
+        "segments_grow": segments_grow() if on_gpu else None,
         "global_batch_size": training.recipe.batch.global_batch_size,
         "batch_unit": training.recipe.data.batch_unit,
     }

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from launcher.errors import RecipeError
+from launcher.libraries.extras import require_extra
 from launcher.sources.formats import (
     COMPRESSED,
     FORMS,
@@ -165,11 +166,14 @@ def file_part(file: Location) -> SourcePart:
     """A whole file. Raises RecipeError if it cannot be read."""
     suffix, compression = suffixes(file.name)
     form: Form = row_form(file.name) or "text"
+    if form in ("parquet", "arrow") or compression == ".zst":
+        require_extra("pyarrow", file.name)
     if compression and suffix in OF_BLOCKS:
         hint = f"decompress it; {form} compresses its own columns"
         raise RecipeError(f"{file.name}: a compressed {suffix} cannot be read: {hint}")
     try:
         if file.is_folder():
+            require_extra("datasets", file.name)
             size = sum(rows.size() for rows in saved_rows(file))
             return SourcePart(file.name, "hub", size=size)
         return SourcePart(file.name, form, size=file.size())

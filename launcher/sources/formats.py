@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bz2
+import gzip
 import io
 import json
 import lzma
 import re
+import zlib
 from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any, BinaryIO, Literal, cast
@@ -32,7 +34,7 @@ COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 """Any file may have one of these suffixes after its own."""
 OF_BLOCKS = (".parquet", ".arrow", ".feather")
 """Files that compress their own columns, and are read in any order."""
-READ_ERRORS = (OSError, EOFError, lzma.LZMAError)
+READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
 """What reading a damaged file raises."""
 _HEAD = 64
 _BINARY = re.compile(rb"[\x00-\x08\x0e-\x1f\x80-\xff]")
@@ -77,10 +79,11 @@ def open_binary(name: str) -> BinaryIO:
         return cast(BinaryIO, lzma.open(name))
     if compression == ".bz2":
         return cast(BinaryIO, bz2.open(name))
+    if compression == ".gz":
+        return cast(BinaryIO, gzip.open(name))
     import pyarrow
 
-    codec = "gzip" if compression == ".gz" else "zstd"
-    return io.BufferedReader(pyarrow.input_stream(name, compression=codec))
+    return io.BufferedReader(pyarrow.input_stream(name, compression="zstd"))
 
 
 def other_content(name: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from launcher.console import advanced
 from launcher.errors import RecipeError, first_line
+from launcher.libraries.extras import require_extra
 from launcher.sources.formats import COMPRESSED, FORMS
 from launcher.sources.location import Location, no_such
 
@@ -139,6 +140,7 @@ def load_data_set(name: str, *, validation: bool = False, streaming: bool = Fals
     validation: takes the split `validation`, or else `test`, where the name has none; else `train`.
     Raises RecipeError if it can be neither found nor fetched, or has no such split.
     """
+    require_extra("datasets", f"data: {name}")
     import datasets
 
     if os.path.isdir(name):

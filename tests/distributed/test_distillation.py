@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests import REPOSITORY
 from tests.distributed.launching import run, torchrun, wait_until
 from tests.run_files import read_lines, status, write_lines
-from tests.unit.models.test_masked_lm import save_tokenizer
+from tests.unit.objectives.test_masked_lm import save_tokenizer
 
 KILL_TRAIN = REPOSITORY / "tests/distributed/kill_train.py"
 TRAIN = REPOSITORY / "launcher/train.py"

@@ -86,8 +86,8 @@ def test_an_adapter_is_continued_in_any_layout(tmp_path):
 
 @pytest.mark.long
 def test_reported_script_finds_wrong_gradients_in_transformers(tmp_path):
-    """docs/parallelism.md reports them. If this fails, a version of transformers has mended them."""
-    text = (REPOSITORY / "docs/parallelism.md").read_text()
+    """docs/engineering/parallelism.md reports them. If this fails, a version of transformers has mended them."""
+    text = (REPOSITORY / "docs/engineering/parallelism.md").read_text()
     (tmp_path / "norms.py").write_text(re.search(r"^```python\n(.*?)^```", text, re.M | re.S)[1])
     output = torchrun(tmp_path / "norms.py", ranks=2).check().output
     errors = re.findall(r"micro-batch (\d), the gradient of [qk]_norm is ([\d.]+)% wrong", output)

@@ -13,7 +13,7 @@ from launcher.recipe.load import load_recipe
 from tests import REPOSITORY
 from tests.distributed.launching import run, torchrun
 from tests.run_files import read_lines, write_lines
-from tests.unit.models.test_masked_lm import save_tokenizer
+from tests.unit.objectives.test_masked_lm import save_tokenizer
 
 TRAIN = REPOSITORY / "launcher/train.py"
 RECIPE = """

@@ -131,7 +131,6 @@ def test_slow_rank_is_reported(folder, strategy):
     assert "since step 25 (3 s)" in first
     assert second.startswith(f"rank 1 on {nodes[1].name} is no longer slow, after ")
     assert "rank 0 on" not in printed
-    assert printed.count("bottleneck: ") == 1, "expected once, at the end of the run"
     lines = {line["step"]: line for line in records(run_dir)}
     slow, usual = ([lines[step] for step in steps] for steps in (range(25, 50), range(2, 25)))
     assert {line["slowest_rank"] for line in slow} == {1}
@@ -212,8 +211,8 @@ def test_run_survives_a_disconnected_node(folder, one_rank):
 
 
 def manifest_arguments(**replaced):
-    """Arguments of the container in the manifest of docs/nodes.md, with other values."""
-    page = (REPOSITORY / "docs/nodes.md").read_text()
+    """Arguments of the container in the manifest of docs/clusters.md, with other values."""
+    page = (REPOSITORY / "docs/clusters.md").read_text()
     block = re.search(r"```yaml\n(apiVersion.*?)```", page, re.DOTALL)[1]
     _, job = yaml.safe_load_all(block)
     (container,) = job["spec"]["template"]["spec"]["containers"]

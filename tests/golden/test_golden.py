@@ -47,13 +47,38 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="recorded on x86-64")
-@pytest.mark.parametrize(("file", "ranks"), [("one_rank.txt", 1), ("two_ranks.txt", 2)])
-def test_runs_compute_what_is_recorded(folder, file, ranks):
+ON_X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="recorded on x86-64")
+FIVE = (
+    "llama ddp",
+    "llama fsdp, bf16",
+    "instruct fsdp",
+    "dpo fsdp",
+    "qwen3_moe fsdp, bf16, router",
+)
+"""Cases that `make check` trains: twenty steps."""
+
+
+def trained(folder, ranks, *cases):
+    """What the cases compute; all by default."""
     assert torch.__version__.startswith("2.13.0"), "recorded with torch 2.13.0"
     worker = str(HERE / "worker.py")
-    torchrun(worker, str(folder), ranks=ranks, timeout=150, **SAME_ON_ALL_CPUS).check()
-    found = (folder / "golden.txt").read_text()
+    torchrun(worker, str(folder), *cases, ranks=ranks, timeout=150, **SAME_ON_ALL_CPUS).check()
+    return (folder / "golden.txt").read_text()
+
+
+@ON_X86
+def test_five_runs_compute_what_is_recorded(folder):
+    found = trained(folder, 1, *FIVE)
+    recorded = (HERE / "one_rank.txt").read_text()
+    assert len(found.splitlines()) > len(FIVE)
+    assert [line for line in found.splitlines() if line not in recorded.splitlines()] == []
+
+
+@ON_X86
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "ranks"), [("one_rank.txt", 1), ("two_ranks.txt", 2)])
+def test_runs_compute_what_is_recorded(folder, file, ranks):
+    found = trained(folder, ranks)
     if os.environ.get("GOLDEN") == "write":
         (HERE / file).write_text(found)
     recorded = (HERE / file).read_text()

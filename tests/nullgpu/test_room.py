@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launcher.cli.main import main
 from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan
 from launcher.recipe.load import load_recipe
@@ -66,8 +67,9 @@ def test_retries_are_counted_and_room_prevents_them(null_gpus, folder):
     assert not any(later["roomy"]), retries
     assert output.count("little memory: after step 5, up to step 6, PyTorch repeated") == 1
     assert output.count("little memory") == 1
-    assert "; try batch.micro_batch_size=1. This warning is not repeated" in output
-    assert output.count("bottleneck: memory, ") == 1
+    assert "names an override that needs less memory. This warning is not repeated" in output
+    assert main(["report", str(folder / "tight")]) == 0
+    assert "try batch.micro_batch_size=1" in (folder / "tight/report.html").read_text()
     for name, counts in later.items():
         status = json.loads((folder / name / "status.json").read_text())
         assert status["allocation_retries"] == sum(counts)

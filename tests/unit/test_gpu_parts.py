@@ -152,8 +152,12 @@ def test_plans_are_current(tmp_path, monkeypatch):
 
 
 def test_page_of_figures_is_that_of_the_plans():
-    """If this fails, `python -m docs.gpu_page` writes docs/gpu.md again."""
+    """If this fails, `python -m docs.gpu_page` writes the pages again."""
     assert gpu_page.PAGE.read_text() == gpu_page.page()
+    for file in gpu_page.SUMMARIES:
+        text = file.read_text()
+        assert text == gpu_page.with_summary(text)
+        assert "| Llama-3.1-8B, LoRA | H100 | 14,412 |" in text
 
 
 def test_figures_of_a_gpu_fill_the_page(tmp_path, monkeypatch):
@@ -178,6 +182,10 @@ def test_figures_of_a_gpu_fill_the_page(tmp_path, monkeypatch):
     (tmp_path / "gpu.json").write_text(json.dumps({"parts": parts}))
     monkeypatch.setattr(gpu_page, "MEASURED", tmp_path / "measured.json")
     monkeypatch.setattr(gpu_page, "PAGE", tmp_path / "gpu.md")
+    monkeypatch.setattr(gpu_page, "SUMMARIES", (tmp_path / "summary.md",))
+    (tmp_path / "summary.md").write_text(
+        f"before\n\n| {gpu_page.SUMMARY_HEAD} |\n|---|\n| old |\n\nafter\n"
+    )
     monkeypatch.setattr(sys, "argv", ["gpu_page", str(tmp_path / "gpu.json")])
     (tmp_path / "measured.json").write_text("{}")
     gpu_page.main()
@@ -190,6 +198,11 @@ def test_figures_of_a_gpu_fill_the_page(tmp_path, monkeypatch):
     (goal,) = (line for line in text.splitlines() if line.startswith("| Llama-3.2-1B |"))
     assert "| 47.1% |" in goal
     assert re.search(r"\| H100 \| products, TFLOP/s \| \d+ \| 798 \|", text)
+    summary = (tmp_path / "summary.md").read_text()
+    assert summary.startswith("before\n\n|")
+    assert summary.endswith("|\n\nafter\n")
+    assert "old" not in summary
+    assert "| Llama-3.2-1B, all weights | H100 |" in summary
 
 
 @pytest.fixture

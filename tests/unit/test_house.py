@@ -14,7 +14,8 @@ from tests import REPOSITORY
 PACKAGE = REPOSITORY / "launcher"
 
 LEVELS = (
-    "errors console libraries __version__",
+    "errors console __version__",
+    "libraries",
     "distributed",
     "files",
     "sources",

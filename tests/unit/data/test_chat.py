@@ -1435,8 +1435,12 @@ def test_arguments_nested_too_deeply_are_a_problem_of_their_row():
 
 
 def test_example_of_tool_calls_in_the_documents():
-    """The row and the template of docs/data.md give the text that the page shows."""
-    text = (REPOSITORY / "docs/data.md").read_text().partition("### Tool calls and reasoning")[2]
+    """The row and the template of docs/reference/data.md give the text that the page shows."""
+    text = (
+        (REPOSITORY / "docs/reference/data.md")
+        .read_text()
+        .partition("### Tool calls and reasoning")[2]
+    )
     blocks = re.findall(r"^```(json|jinja|text)\n(.*?)\n```", text, re.DOTALL | re.MULTILINE)
     row, template, shown = (block for _, block in blocks[:3])
     fields = json.loads(row)

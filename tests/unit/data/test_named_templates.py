@@ -241,7 +241,7 @@ def test_a_tokenizer_without_a_template_names_one(tmp_path):
 
 
 def test_the_documents_list_the_names():
-    text = (REPOSITORY / "docs/data.md").read_text()
+    text = (REPOSITORY / "docs/reference/data.md").read_text()
     for name, known in NAMED_TEMPLATES.items():
         others = ", ".join(f"`{alias}`" for alias in known.aliases)
         assert f"| `{name}` | {known.models} | {others} |" in text

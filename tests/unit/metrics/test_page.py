@@ -100,7 +100,6 @@ def make_run(path, steps, *, rate=1e-3, every=5, ended="failed", name=None, **bu
         (ended, 40, 1, {"step": 12}),
         ("started", 60, 2, {"found_step": 12, "overrides": ["recipe=quickstart", "a='b c'"]}),
         ("resumed", 61, 2, {"step": 10}),
-        ("verdict", 79 + 2 * steps, 2, {"step": steps, "text": "Bound by <data>."}),
         ("finished", 80 + 2 * steps, 2, {"step": steps}),
     ):
         line = {"event": event, "time": START + after, "attempt": attempt, **more}
@@ -312,7 +311,7 @@ def test_page_of_a_run(tmp_path, browser, capsys):
 
     text = browser.evaluate("document.body.textContent")
     for shown in (
-        *("Run a<b> & c", "Bound by <data>.", "lowest evaluation"),
+        *("Run a<b> & c", "71% of a step; try data.workers=", "lowest evaluation"),
         *("1,250 ms", "500 ms"),
         *("started", "tokens", "rank-hours", "Time of a step"),
         "launcher train recipe=quickstart 'a='\"'\"'b c'\"'\"'' gpus=2",

@@ -34,7 +34,7 @@ from launcher.recipe.schema import ActivationCheckpointing
 from launcher.strategies.activation_checkpointing import checkpoint_blocks
 from tests.datasets import dataset_of, rows_of
 from tests.unit.models.recurrent_families import FAMILIES, build
-from tests.unit.models.test_preference import store_of
+from tests.unit.objectives.test_preference import store_of
 
 CPU = torch.device("cpu")
 ROWS = ([7, 40, 1, 16, 20], [30, 3, 33], [84])

@@ -19,7 +19,7 @@ from launcher.recipe import schema
 from launcher.recipe.layouts import guess, lost_meaning
 from launcher.sources.rows import Row, SourcePart
 from tests import datasets
-from tests.unit.models.test_preference import LENGTH, PAIRS, VOCABULARY, make_model, prepared
+from tests.unit.objectives.test_preference import LENGTH, PAIRS, VOCABULARY, make_model, prepared
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
 ROWS: dict[str, dict[str, Any]] = {

@@ -1,6 +1,6 @@
 """Published training speeds, and what the plan predicts for the same settings.
 
-`python -m tests.unit.planner.published_speeds` prints them as the table of docs/speed.md, and with
+`python -m tests.unit.planner.published_speeds` prints them as the table of docs/engineering/speed.md, and with
 --write replaces that table and the sentences about its errors.
 """
 
@@ -64,7 +64,7 @@ MODELS = {
 }
 
 TITAN, TITAN_A100, FMS, FMS_EAGER, KEMPNER, MOSAIC, OLMO, AUTOMODEL, PRIME = range(1, 10)
-"""Numbers of the sources in docs/speed.md."""
+"""Numbers of the sources in docs/engineering/speed.md."""
 NETWORK = {FMS: {"a100": 50e9, "h100": 100e9}, FMS_EAGER: {"a100": 50e9, "h100": 100e9}}
 """Bytes a second of the network adapters of a node, where the source has them: 400 and 800 Gbit/s."""
 SLOW_H100 = {"memory_bandwidth": 0.88 * 2.4e12, "half_flops": 0.70 * 5 / 7 * 989e12}
@@ -242,8 +242,8 @@ def table():
 
 
 def write(lines, text):
-    """Replaces the table of docs/speed.md and the text about its errors."""
-    page = REPOSITORY / "docs/speed.md"
+    """Replaces the table of docs/engineering/speed.md and the text about its errors."""
+    page = REPOSITORY / "docs/engineering/speed.md"
     before = page.read_text()
     new = re.sub(r"(?m)^\| model \| GPUs \| tokens(.*\n\|)*.*$", lambda _: "\n".join(lines), before)
     new = re.sub(r"(?m)^Without source 9, the mean(.|\n)*?figures lie\.$", lambda _: text, new)

@@ -32,7 +32,7 @@ def step_time(recipe, gpus=8, **rates):
 
 @pytest.mark.long
 def test_predictions_are_close_to_published_figures(tmp_path):
-    """The bounds, and the range that a plan prints, are those that docs/speed.md names."""
+    """The bounds, and the range that a plan prints, are those that docs/engineering/speed.md names."""
     found = errors(tmp_path)
     low, high = RANGE
     within = [low <= 1 / (1 + error) <= high for error in found]

@@ -343,8 +343,8 @@ def test_the_byte_tokenizer_needs_its_roles_for_chats(folder):
 
 
 def test_the_documents_show_the_table():
-    """The table of layouts in docs/data.md has a row for each one, with the usual names."""
-    text = (REPOSITORY / "docs/data.md").read_text().partition("## Layouts of rows")[2]
+    """The table of layouts in docs/reference/data.md has a row for each one, with the usual names."""
+    text = (REPOSITORY / "docs/reference/data.md").read_text().partition("## Layouts of rows")[2]
     table = [line for line in text.partition("\n## ")[0].splitlines() if line.startswith("| `")]
     shown = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     layouts = [
