@@ -152,7 +152,7 @@ def make_loader(
     workers = data.workers
     return DataLoader(
         dataset,  # type: ignore[arg-type]
-        batch_sampler=sampler,  # type: ignore[arg-type]
+        batch_sampler=sampler,
         collate_fn=dataset.collate,
         num_workers=workers,
         prefetch_factor=data.prefetch_factor if workers else None,

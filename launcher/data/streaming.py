@@ -203,10 +203,9 @@ class StreamingDataset:
         self._weights = None
         if isinstance(data.train, dict):
             self._weights = mixture_weights(data.train.values())
-        size = data.shard_bytes
         self._shards = assign_shards(
             {name: source.pieces for name, source in self._sources.items()},
-            shard_bytes=size,
+            shard_bytes=data.shard_bytes,
             seed=seed,
             shuffle=data.shuffle,
             weighted=self._weights is not None,
@@ -288,7 +287,7 @@ class StreamingDataset:
                 ]
                 for shard in self._shards
             ]
-            settings = [source.data.on_error, source.data.drops_overlong]
+            settings: list[object] = [source.data.on_error, source.data.drops_overlong]
             if source.data.on_error == "skip":
                 settings.append(source.data.max_document)  # larger documents are skipped
             order += [shards, settings, *source.encoder.identity()]
@@ -494,7 +493,6 @@ class StreamingDataset:
         prepare_worker_process(0)
         os.nice(5)
         logging.disable(logging.INFO)
-        sys.stderr = sys.stdout = None  # progress bars
         try:
             self._dataset(number, self._objective, build=True)
         except Exception as error:
