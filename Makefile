@@ -129,7 +129,7 @@ test: lint types
 # Unit tests without the slow ones, twenty golden steps and a plan
 .PHONY: check
 check: lint
-	$(BIN)/python -m pytest -m 'not slow and not long and not gpu' --numprocesses 2 --dist loadfile \
+	CHECK=1 $(BIN)/python -m pytest -m 'not slow and not long and not gpu' --numprocesses 2 --dist loadfile \
 		tests/unit/recipe tests/unit/data tests/unit/objectives tests/unit/slurm tests/unit/test_house.py \
 		tests/unit/planner/test_plan_command.py tests/golden
 

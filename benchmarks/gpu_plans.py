@@ -46,11 +46,13 @@ def plan(row: Row, gpu: str, ranks: int) -> dict[str, Any]:
     from launcher.planner.plan import make_plan
     from launcher.planner.profile import profile_model
     from launcher.planner.speed import estimate_time
+    from launcher.planner.work import Work
 
     machine = known_machine(gpu, nodes=1, gpus_per_node=ranks)
     recipe = row.recipe(ranks)
     made = make_plan(recipe, machine)
-    times = estimate_time(profile_model(recipe, device=machine.device), recipe, machine)
+    profile = profile_model(recipe, device=machine.device)
+    times = estimate_time(Work(profile, recipe, ranks=machine.ranks), machine)
     speed = row.tokens(ranks) / times.total
     found = {
         "peak": made.step.peak.components.total,

@@ -218,9 +218,10 @@ def estimates(recipe: Recipe, machine: Machine, profiles: Profiles) -> Iterator[
     if recipe.model.builder is not None or recipe.data.builder is not None:
         return
     if shapes.packed_attention and (checkpointing is None or checkpointing.budget is None):
-        yield estimated_plan(with_most_saved(shapes, recipe), recipe, machine)
+        most = with_most_saved(shapes, recipe)
+        yield estimated_plan(Work(most, recipe, ranks=machine.ranks), machine)
     if (traced := profiles[1]()).saved:
-        yield estimated_plan(traced, recipe, machine)
+        yield estimated_plan(Work(traced, recipe, ranks=machine.ranks), machine)
 
 
 def choose_configuration(recipe: Recipe, facts: Facts) -> tuple[Recipe, str] | None:

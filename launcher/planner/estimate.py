@@ -17,9 +17,7 @@ from collections.abc import Iterator
 
 from launcher.optimizers.offload import FILE_BUFFERS, SLOTS
 from launcher.planner.memory import CUBLAS_WORKSPACES, Components, Moment, Phase, StepMemory, pinned
-from launcher.planner.profile import ModelProfile
 from launcher.planner.work import Work
-from launcher.recipe.schema import Recipe
 from launcher.strategies.base import offloads_parameters
 
 BACKWARD_WIDEST, HEAD_WIDEST = 3, 5
@@ -28,27 +26,24 @@ FORWARD_WIDEST = 2
 of the last norm (in float32). Fitted to traces of Llama models."""
 
 
-def estimate_memory(profile: ModelProfile, recipe: Recipe, *, ranks: int) -> StepMemory:
-    """Memory of one optimizer step on rank 0 of `ranks`, in its last micro-batch, of a recipe that
-    the profile covers."""
-    step = _Step(Work(profile, recipe, ranks=ranks))
-    logits = 4 * step.work.tokens * profile.vocabulary
-    logits = step.work.kept_logits if step.work.chunked else logits
+def estimate_memory(work: Work) -> StepMemory:
+    """Memory of one optimizer step on rank 0, in its last micro-batch."""
+    step = _Step(work)
+    logits = work.kept_logits if work.chunked else 4 * work.tokens * work.profile.vocabulary
     after = {"gathered": step.between, "activations": round(step.activations), "logits": logits}
     return StepMemory(
         timeline=tuple(step.moments()),
         held=step.held,
         after_forward=dataclasses.replace(step.held, **after),
         host=step.host,
-        disk=step.work.in_file,
+        disk=work.in_file,
     )
 
 
-def forward_peak(profile: ModelProfile, recipe: Recipe, *, ranks: int) -> int:
+def forward_peak(work: Work) -> int:
     """Bytes of tensors on rank 0 at the peak of passes without gradients, of a model that is frozen
     in the compute dtype. The activations are at most what one block would save."""
-    work = Work(profile, recipe, ranks=ranks)
-    strategy, size = work.strategy, work.size
+    profile, strategy, size = work.profile, work.strategy, work.size
     offload = strategy.cpu_offload if work.on_gpu else None
     groups = (*profile.groups, profile.unused)
     held = 0 if offloads_parameters(offload) else sum(group.count for group in groups) * size

@@ -23,7 +23,7 @@ from launcher.planner.machine import Machine
 from launcher.planner.measurement import measure_recipes
 from launcher.planner.plan import make_plan
 from launcher.planner.plan_as_json import configuration_as_json
-from launcher.planner.recipe_values import has_reductions_to_choose
+from launcher.planner.recipe_values import cache_key, has_reductions_to_choose
 from launcher.planner.search import allowed, fastest_of_each_kind
 from launcher.planner.speed import tokens_per_step
 from launcher.recipe.schema import Recipe
@@ -113,7 +113,7 @@ def _file(recipe: Recipe, machine: Machine) -> Path:
         run.deterministic,
         run.float32_matmul,
     )
-    name = hashlib.sha256(repr(depends).encode()).hexdigest()[:32]
+    name = hashlib.sha256(cache_key(*depends).encode()).hexdigest()[:32]
     return cache_folder(data.cache) / "measured" / f"{name}.json"
 
 
@@ -123,7 +123,7 @@ def _settings(recipe: Recipe, machine: Machine) -> str:
     strategy = recipe.strategy
     if not has_reductions_to_choose(recipe, ranks=machine.ranks):
         strategy = dataclasses.replace(strategy, sync_every_micro_batch="auto")
-    return repr((strategy, recipe.activation_checkpointing, size, tokens))
+    return cache_key(strategy, recipe.activation_checkpointing, size, tokens)
 
 
 def measured_choice(

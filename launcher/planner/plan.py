@@ -24,13 +24,12 @@ from launcher.planner.estimate import estimate_memory, forward_peak
 from launcher.planner.machine import Machine
 from launcher.planner.memory import HostMemory, Moment, Plan, StepMemory
 from launcher.planner.profile import ModelProfile, original_model, profile_model
-from launcher.planner.recipe_values import micro_batches_of, with_random_weights
+from launcher.planner.recipe_values import cache_key, micro_batches_of, with_random_weights
 from launcher.planner.speed import estimate_time
 from launcher.planner.trace import UntraceableError, trace_step, with_compiled_blocks
 from launcher.planner.work import Work, state_bytes
 from launcher.recipe.layouts import ATTACHMENTS
 from launcher.recipe.schema import Recipe
-from launcher.strategies.base import compute_dtype
 from launcher.training.model import PreparedModel
 
 MiB, GiB = 2**20, 2**30
@@ -65,8 +64,9 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     There must be no default process group. Raises RecipeError if the model cannot be built.
     """
     profile = profile_model(recipe, device=machine.device)
-    estimated = estimated_plan(profile, recipe, machine)
-    notes = (*estimated.notes, *_experts_note(profile, recipe, machine))
+    work = Work(profile, recipe, ranks=machine.ranks)
+    estimated = estimated_plan(work, machine)
+    notes = (*estimated.notes, *_experts_note(work, machine))
     notes += (*_teacher_note(recipe, machine),)
     key = _key(recipe, machine)
     try:
@@ -77,13 +77,12 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
         return dataclasses.replace(estimated, notes=(note, *notes))
     step = _STEPS[key]
     if recipe.model.compiles:
-        work = Work(profile, recipe, ranks=machine.ranks)
         blocks = [*work.tower, *work.blocks]
         both = zip(blocks, [*work.tower_recomputed, *work.recomputed], strict=True)
         less = [0 if again else round(block.eager - block.kept) for block, again in both]
         original = original_model(with_random_weights(recipe), device=machine.device)
         step = with_compiled_blocks(step, less, [*original.tower, *original.description.blocks])
-    traced = _plan(profile, recipe, machine, step)
+    traced = _plan(work, machine, step)
     return dataclasses.replace(traced, arithmetic=estimated.step, notes=notes)
 
 
@@ -118,7 +117,7 @@ def _start_worker(parent: int) -> None:
 
 
 def _key(recipe: Recipe, machine: Machine) -> str:
-    return repr((with_random_weights(recipe), machine.ranks, machine.device))
+    return cache_key(with_random_weights(recipe), machine.ranks, machine.device)
 
 
 def _trace(recipe: Recipe, machine: Machine) -> StepMemory:
@@ -127,12 +126,13 @@ def _trace(recipe: Recipe, machine: Machine) -> StepMemory:
     return trace_step(recipe, ranks=ranks, device=device, micro_batches=count)
 
 
-def estimated_plan(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Plan:
-    """The plan of a recipe that the profile covers, by the analytic estimate."""
-    return _plan(profile, recipe, machine, estimate_memory(profile, recipe, ranks=machine.ranks))
+def estimated_plan(work: Work, machine: Machine) -> Plan:
+    """The plan by the closed formulas. work: on the ranks of this machine."""
+    return _plan(work, machine, estimate_memory(work))
 
 
-def _plan(profile: ModelProfile, recipe: Recipe, machine: Machine, step: StepMemory) -> Plan:
+def _plan(work: Work, machine: Machine, step: StepMemory) -> Plan:
+    profile, recipe = work.profile, work.recipe
     communicators = 0 if machine.ranks == 1 else 1 if recipe.strategy.replicate == 1 else 3
     on_gpu, saves = machine.device == "cuda", recipe.checkpoint
     kept = saves.keep_last + (saves.keep_best is not None) + 1
@@ -145,20 +145,20 @@ def _plan(profile: ModelProfile, recipe: Recipe, machine: Machine, step: StepMem
         arithmetic=None,
         context=CUDA_CONTEXT + communicators * COMMUNICATOR if on_gpu else CPU_PROCESS,
         margin=round(MARGIN * step.peak.total) if on_gpu else 0,
-        room=_room(profile, recipe, step, ranks=machine.ranks) if on_gpu else 0,
-        host=_host(profile, recipe, machine, step, before, checkpoint_bytes),
+        room=_room(work, step) if on_gpu else 0,
+        host=_host(work, machine, step, before, checkpoint_bytes),
         checkpoint_bytes=checkpoint_bytes,
         checkpoints=kept if saves.saves else 0,
         notes=(
             *_notes(recipe, machine),
             *_attachment_notes(profile, recipe),
-            *_reference_note(profile, recipe, machine),
+            *_reference_note(work, machine),
         ),
         before=before,
     )
 
 
-def _room(profile: ModelProfile, recipe: Recipe, step: StepMemory, *, ranks: int) -> int:
+def _room(work: Work, step: StepMemory) -> int:
     """Bytes of a GPU that the allocator's caches take besides the peak and the margin.
 
     The allocator gives memory that was freed on one stream only to the same stream. FSDP allocates
@@ -166,12 +166,11 @@ def _room(profile: ModelProfile, recipe: Recipe, step: StepMemory, *, ranks: int
     other tensors cannot take their place while they do not exist. This memory counts as far as it
     exceeds the peak, because at the peak all shards may exist. docs/engineering/memory.md has measurements.
     """
-    strategy = recipe.strategy
-    if strategy.kind == "ddp" or recipe.uses_one_rank(ranks):
+    strategy = work.strategy
+    if work.ddp or work.one_rank:
         return 0
-    parts = strategy.expert_parallel_size
-    largest = max((group.on_each_of(parts) for group in profile.groups), key=lambda g: g.count)
-    gathered = largest.unsharded(compute_dtype(strategy).itemsize)
+    largest = max(work.gathered, key=lambda group: group.count)
+    gathered = largest.unsharded(work.size)
     gathered *= 2 if largest.trained else 1
     whole = step.phases["optimizer"].components.gradients
 
@@ -190,15 +189,11 @@ def _room(profile: ModelProfile, recipe: Recipe, step: StepMemory, *, ranks: int
 
 
 def _host(
-    profile: ModelProfile,
-    recipe: Recipe,
-    machine: Machine,
-    step: StepMemory,
-    before: int,
-    checkpoint_bytes: int,
+    work: Work, machine: Machine, step: StepMemory, before: int, checkpoint_bytes: int
 ) -> HostMemory:
     """Host memory of one node."""
-    per_node, data, on_gpu = machine.gpus_per_node, recipe.data, machine.device == "cuda"
+    profile, recipe, data = work.profile, work.recipe, work.recipe.data
+    per_node, on_gpu = machine.gpus_per_node, machine.device == "cuda"
     rows = rows_of(recipe.batch, row_length=data.row_length)
     batch = rows * data.row_length * TOKEN_BYTES + rows * profile.tower.pixels
     staged = recipe.checkpoint.asynchronous and recipe.checkpoint.saves
@@ -208,7 +203,7 @@ def _host(
     loader = LOADER_PROCESS + data.prefetch_factor * batch
     # A step's micro-batches wait in pinned memory, those of the next step beside them
     if on_gpu:
-        process += 2 * micro_batches_of(recipe, ranks=machine.ranks) * rows * profile.tower.pixels
+        process += 2 * work.micro_batches * rows * profile.tower.pixels
     return HostMemory(
         processes=per_node * process,
         offload=per_node * step.host,
@@ -217,14 +212,14 @@ def _host(
     )
 
 
-def _reference_note(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Iterator[str]:
+def _reference_note(work: Work, machine: Machine) -> Iterator[str]:
     """A note on the pass before the first step that computes log-probabilities with the initial
     weights."""
-    objective = make_objective(recipe, trained=False)
+    objective = make_objective(work.recipe, trained=False)
     if not objective.needs_reference:
         return
     # Forward passes with the same micro-batches, which the step's memory covers
-    step = estimate_time(profile, recipe, machine)
+    step = estimate_time(work, machine)
     share = (step.forward + step.communication / 2) / step.total
     yield (
         "before the first step, the reference pass computes the log-probabilities of all "
@@ -246,7 +241,7 @@ def _teacher_peak(recipe: Recipe, machine: Machine) -> int:
     checked_teacher(random, model, prepare, planned=True)
     teacher = with_random_weights(teacher_recipe(recipe))
     profile = profile_model(teacher, device=machine.device)
-    return forward_peak(profile, teacher, ranks=machine.ranks)
+    return forward_peak(Work(profile, teacher, ranks=machine.ranks))
 
 
 def _teacher_note(recipe: Recipe, machine: Machine) -> Iterator[str]:
@@ -262,15 +257,16 @@ def _teacher_note(recipe: Recipe, machine: Machine) -> Iterator[str]:
     )
 
 
-def _experts_note(profile: ModelProfile, recipe: Recipe, machine: Machine) -> Iterator[str]:
+def _experts_note(work: Work, machine: Machine) -> Iterator[str]:
     """A note on what expert parallelism saves, by the estimate."""
-    strategy = recipe.strategy
+    strategy = work.strategy
     if strategy.expert_parallel_size == 1:
         return
     whole = dataclasses.replace(strategy, expert_parallel_size=1)
-    both = recipe, dataclasses.replace(recipe, strategy=whole)
-    peaks = (estimate_memory(profile, each, ranks=machine.ranks).peak.total for each in both)
-    waits = (estimate_time(profile, each, machine).communication for each in both)
+    recipe = dataclasses.replace(work.recipe, strategy=whole)
+    both = work, Work(work.profile, recipe, ranks=work.ranks)
+    peaks = (estimate_memory(each).peak.total for each in both)
+    waits = (estimate_time(each, machine).communication for each in both)
     (peak, peak_whole), (wait, wait_whole) = map(bytes_as_text, peaks), map(two_digits, waits)
     yield (
         f"without strategy.expert_parallel_size: {strategy.expert_parallel_size} the peak of "

@@ -37,7 +37,7 @@ from launcher.objectives.synthetic import SyntheticData
 from launcher.optimizers.matrices import orthogonalized_parameters
 from launcher.planner.fake import keep_blocks
 from launcher.planner.memory import pinned
-from launcher.planner.recipe_values import with_random_weights
+from launcher.planner.recipe_values import cache_key, with_random_weights
 from launcher.recipe.objectives import SECTIONS
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import compute_dtype
@@ -290,7 +290,7 @@ def original_model(recipe: Recipe, *, device: Device) -> PreparedModel:
     model = dataclasses.replace(recipe.model, keep_logits="auto")  # it does not change the model
     depends = (model, recipe.attachments, recipe.lora, recipe.data, recipe.checkpoint, seed)
     objective = [getattr(recipe, name) for name in SECTIONS]
-    key = repr((depends, objective, strategy.kind, strategy.mixed_precision, device))
+    key = cache_key(*depends, *objective, strategy.kind, strategy.mixed_precision, device)
     if recipe.model.builder is not None:  # a user's model, which may not support copies
         return prepare_model(recipe, device=torch.device(device))
     if key not in _PREPARED:
@@ -332,7 +332,7 @@ def profile_model(recipe: Recipe, *, device: Device) -> ModelProfile:
     model = dataclasses.replace(with_random_weights(recipe).model, keep_logits="auto")
     compiled = recipe.model.compiles
     attachments = recipe.attachments
-    key = repr((model, attachments, recipe.lora, recipe.data, mixed, device, divided, compiled))
+    key = cache_key(model, attachments, recipe.lora, recipe.data, mixed, device, divided, compiled)
     if key not in _PROFILES:
         _PROFILES[key] = _profile(recipe, device)
     return _PROFILES[key]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
 
 from launcher.data.batching import accumulation_steps, rows_of
 from launcher.distributed.rank_layout import layout_sizes
@@ -23,6 +25,21 @@ def has_reductions_to_choose(recipe: Recipe, *, ranks: int) -> bool:
     their gradients are reduced over ranks, or moved to host memory."""
     moved = ranks > 1 or offloads_parameters(recipe.strategy.cpu_offload)
     return moved and micro_batches_of(recipe, ranks=ranks) > 1
+
+
+def cache_key(*values: object) -> str:
+    """A key for sections of a recipe and plain values: text with every field of every section, whatever
+    their `repr` shows."""
+    return json.dumps([_plain(value) for value in values], sort_keys=True, default=str)
+
+
+def _plain(value: object) -> object:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = dataclasses.fields(value)
+        return [type(value).__name__, *(_plain(getattr(value, field.name)) for field in fields)]
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def with_random_weights(recipe: Recipe, *, compile: bool = False) -> Recipe:

@@ -27,6 +27,7 @@ from launcher.planner.plan import estimated_plan, make_plan, trace_ahead
 from launcher.planner.profile import profile_model
 from launcher.planner.recipe_values import has_reductions_to_choose
 from launcher.planner.speed import estimate_time
+from launcher.planner.work import Work
 from launcher.recipe.schema import Lora, Recipe
 from launcher.recipe.validate import check
 
@@ -194,10 +195,11 @@ class _Search:
         profile = self._profile
         if recipe.strategy.tensor_parallel_size != self._written.strategy.tensor_parallel_size:
             profile = profile_model(recipe, device=self._machine.device)
+        work = Work(profile, recipe, ranks=self._machine.ranks)
         return Configuration(
             recipe=recipe,
-            plan=estimated_plan(profile, recipe, self._machine),
-            seconds=estimate_time(profile, recipe, self._machine),
+            plan=estimated_plan(work, self._machine),
+            seconds=estimate_time(work, self._machine),
             overrides=overrides_between(self._written, recipe),
         )
 
@@ -368,8 +370,8 @@ def smallest_that_fits(recipe: Recipe, machine: Machine) -> Recipe | None:
         profile = profile_model(recipe, device=machine.device)
     except RecipeError:  # such as sequences too short for the model
         return None
-    recipes = smallest(recipe, machine)
-    return next((r for r in recipes if estimated_plan(profile, r, machine).fits), None)
+    works = (Work(profile, each, ranks=machine.ranks) for each in smallest(recipe, machine))
+    return next((work.recipe for work in works if estimated_plan(work, machine).fits), None)
 
 
 def _more_gpus(written: Recipe, machine: Machine) -> str:

@@ -123,9 +123,8 @@ def seconds_of_step(time: StepTime, recipe: Recipe, tokens: float) -> float:
     return time.optimizer + share * (time.total - time.optimizer)
 
 
-def estimate_time(profile: ModelProfile, recipe: Recipe, machine: Machine) -> StepTime:
-    """Time of one optimizer step of a recipe that the profile covers."""
-    work = Work(profile, recipe, ranks=machine.ranks)
+def estimate_time(work: Work, machine: Machine) -> StepTime:
+    """Time of one optimizer step on the ranks of a machine."""
     forward, backward, again = (work.micro_batches * t for t in _compute(work, machine))
     network_forward, network_backward = _network(work, machine)
     copies_forward, copies_backward, waits, optimizer = _transfers(work, machine)
@@ -375,7 +374,8 @@ def seconds_of_steps(
         single, half = (_products(dtype) for dtype in (torch.float32, torch.bfloat16))
         rates = dataclasses.replace(machine.rates, float32_flops=single, half_flops=half)
         machine = dataclasses.replace(machine, rates=rates)
-    return seconds_of_step(estimate_time(profile, recipe, machine), recipe, tokens)
+    time = estimate_time(Work(profile, recipe, ranks=machine.ranks), machine)
+    return seconds_of_step(time, recipe, tokens)
 
 
 def faster_text(

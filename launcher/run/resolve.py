@@ -39,6 +39,7 @@ from launcher.planner.facts import Facts, Profiles, Rows
 from launcher.planner.machine import Machine, known_machine
 from launcher.planner.plan import estimated_plan
 from launcher.planner.sizes import count_rows, open_stores, sizes_text, why_not_counted
+from launcher.planner.work import Work
 from launcher.recipe.decisions import Choices, with_value
 from launcher.recipe.load import to_yaml
 from launcher.recipe.schema import Recipe
@@ -121,7 +122,7 @@ def warn_of_memory(
             if needed <= free and (plan.spare is None or plan.spare >= 0):
                 return
     else:
-        plan = estimated_plan(profiles()[0], recipe, machine)
+        plan = estimated_plan(Work(profiles()[0], recipe, ranks=machine.ranks), machine)
         on_device, at_least = plan.context + plan.step.held.total, "at least "
         needed = plan.host.total
         if machine.device == "cpu":

@@ -398,6 +398,7 @@ def test_wheel_trains_in_an_empty_environment(tmp_path):
     assert list((work / "runs/quickstart/hf").glob("*.safetensors"))
 
 
+@pytest.mark.slow
 def test_imported_packages_are_declared_dependencies():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]

@@ -78,6 +78,7 @@ def test_a_report_names_its_extra(nothing_installed, tmp_path, capsys):
     assert "pip install 'launcher[report]'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_needs_no_extra(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(BLOCKED)
     (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n' * 4000)

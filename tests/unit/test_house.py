@@ -1,12 +1,16 @@
 """Rules for the structure of the code: import directions, light imports."""
 
 import ast
+import functools
 import graphlib
+import itertools
 import json
 import re
 import subprocess
 import sys
 from dataclasses import fields, is_dataclass
+
+import pytest
 
 from launcher.recipe import schema
 from tests import REPOSITORY
@@ -34,6 +38,19 @@ LEVELS = (
 """The packages from bottom to top. A module imports its own package and packages of lower levels."""
 
 
+@functools.cache
+def parsed(file):
+    """The syntax tree of a file, which no test changes."""
+    return ast.parse(file.read_text())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _all_parsed():
+    """Before the first test, whose time is limited."""
+    for file in FILES:
+        parsed(file)
+
+
 def package_of(module):
     return module.split(".")[0]
 
@@ -46,15 +63,13 @@ def module_name(file):
 def imports(file, *, at_runtime=False):
     """Yields imports below `launcher`: `recipe.load`, or `recipe` if the package has the name.
     at_runtime: without those below `if TYPE_CHECKING`."""
-    tree = ast.parse(file.read_text())
+    body = parsed(file).body
     if at_runtime:
-        named = [node for node in tree.body if isinstance(node, ast.If)]
-        tree.body = [
-            node
-            for node in tree.body
-            if node not in named or ast.unparse(node.test) != "TYPE_CHECKING"
+        named = [node for node in body if isinstance(node, ast.If)]
+        body = [
+            node for node in body if node not in named or ast.unparse(node.test) != "TYPE_CHECKING"
         ]
-    for node in ast.walk(tree):
+    for node in itertools.chain.from_iterable(map(ast.walk, body)):
         if (
             isinstance(node, ast.ImportFrom)
             and node.module
@@ -113,7 +128,7 @@ def test_no_function_takes_a_concept_as_any():
     found = [
         f"{module_name(file)}.{function.name}({argument.arg})"
         for file in FILES
-        for function in ast.walk(ast.parse(file.read_text()))
+        for function in ast.walk(parsed(file))
         if isinstance(function, ast.FunctionDef)
         for argument in (*function.args.args, *function.args.kwonlyargs)
         if argument.arg in CONCEPTS and argument.annotation is not None
@@ -214,7 +229,7 @@ assemble, take the sections of an objective, decide whether to resume, or read w
 def test_other_modules_take_sections_or_plain_values():
     whole = set()
     for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             names = [getattr(node, "annotation", None), getattr(node, "returns", None)]
             words = re.findall(r"\w+", " ".join(ast.unparse(name) for name in names if name))
             if not {"Recipe", "LoadedRecipe"}.isdisjoint(words):
@@ -261,7 +276,7 @@ def test_public_methods_have_docstrings():
     methods = [
         (f"{file.relative_to(PACKAGE)}: {owner.name}.{method.name}", owner, method)
         for file in FILES
-        for owner in ast.walk(ast.parse(file.read_text()))
+        for owner in ast.walk(parsed(file))
         if isinstance(owner, ast.ClassDef) and not owner.name.startswith("_")
         for method in owner.body
         if isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
@@ -280,7 +295,7 @@ def test_every_call_says_whether_code_of_a_checkpoint_may_run():
     """Without trust_remote_code, transformers asks in a terminal, and an answer would run it."""
     silent = []
     for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())):
+        for node in ast.walk(parsed(file)):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
             loader = ast.unparse(node.func.value)
@@ -295,7 +310,7 @@ def test_every_call_says_whether_code_of_a_checkpoint_may_run():
 
 def texts(file):
     """Yields the texts of a module that are no docstrings, with {} for their values."""
-    tree = ast.parse(file.read_text())
+    tree = parsed(file)
     skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):

@@ -100,6 +100,7 @@ def uses(tree):
             yield f"{getattr(node, 'lineno', 0)}: {ast.unparse(node)}"
 
 
+@pytest.mark.slow
 def test_only_one_module_uses_private_names():
     found = [
         f"{file.relative_to(REPOSITORY)}:{use}"
@@ -130,6 +131,7 @@ def test_uses_are_found(code):
     assert list(uses(ast.parse(code)))
 
 
+@pytest.mark.slow
 def test_the_allowed_names_are_used():
     text = "\n".join(ast.unparse(tree) for tree in trees().values())
     assert [name for name in ALLOWED if f".{name}" not in text] == []

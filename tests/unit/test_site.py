@@ -58,6 +58,7 @@ def strings_of_the_launcher():
                 yield node.value
 
 
+@pytest.mark.slow
 def test_troubleshooting_messages_exist_in_the_code():
     text = (REPOSITORY / "docs/troubleshooting.md").read_text()
     heads = [line for line in text.splitlines() if line.startswith("- `")]

@@ -271,6 +271,7 @@ def reference_answer(model, processor, messages, images, count=5):
     return ids[:prompt], ids[prompt:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_images_are_shown_as_transformers_shows_them(pictures, talk, generated, family):
     """Two images in one message, another in the next one, and a conversation without any."""
@@ -300,6 +301,7 @@ def test_images_are_shown_as_transformers_shows_them(pictures, talk, generated, 
     assert "/image PATH shows an image with the next line" in printed.err
 
 
+@pytest.mark.slow
 def test_a_run_with_images_and_its_exports_answer_alike(tmp_path, pictures, talk, generated):
     """The limit of pixels of the run (images.max_pixels) holds for the checkpoint, the adapter and
     the merged model. An adapter's folder had no processor, and a model merged from it lost the limit."""

@@ -30,6 +30,7 @@ COMMANDS = GROUP.commands
 LAUNCHER = [sys.executable, "-m", "launcher.cli.main"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_describes_every_option_and_has_an_example(name, capsys):
     assert main([name, "--help"]) == 0
@@ -337,6 +338,7 @@ def test_a_request_to_stop_prints_one_line(module, number):
     assert (ended.returncode, ended.stderr) == (128 + number, f"stopped by {number.name}\n")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
 @pytest.mark.parametrize(
     ("script", "status", "printed"),

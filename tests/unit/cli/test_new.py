@@ -122,6 +122,7 @@ def test_keys_of_a_recipe_name_the_model_and_the_data(here, capsys):
     )
 
 
+@pytest.mark.slow
 def test_pairs_need_the_method_dpo(here, capsys):
     arguments = ("data=two words.jsonl", "gpu=h100", "gpus=1", "sequence_length=256")
     refused = written(capsys, *arguments, status=2).err
@@ -215,6 +216,7 @@ def test_a_machine_without_gpus_is_offered_what_the_command_takes(here, capsys, 
     assert "gpu_memory" not in refused
 
 
+@pytest.mark.slow
 def test_a_machine_without_gpus_gets_a_recipe_for_its_cpus(here, capsys, monkeypatch):
     monkeypatch.setattr(plan, "detect_gpus", lambda: None)
     out, note = written(capsys, "data=chat.jsonl", "sequence_length=64")

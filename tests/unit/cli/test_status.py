@@ -84,6 +84,7 @@ def test_time_spent_counts_repeated_steps_and_gaps(run):
     ]
 
 
+@pytest.mark.slow
 def test_a_long_run_is_read_by_samples(run, tmp_path, monkeypatch):
     """201,000 lines took 8 CPU seconds and 720 MB; now 4 MiB are read, whatever the length. The
     page of a report has thousands of points, all evaluations and all skipped steps."""

@@ -452,6 +452,7 @@ def test_the_loss_of_chats_is_that_of_trl(tmp_path, monkeypatch):
     assert found["data.loss_on"] == "assistant"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value", ["[1, {a: 2}]", "{a: {b: 1}}", "'text'", "-3.5", "true", "[]", "''"]
 )

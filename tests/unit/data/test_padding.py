@@ -29,8 +29,8 @@ from launcher.training import setup
 from launcher.training.model import width_multiple
 from tests.datasets import objective_of
 from tests.unit.data.rows import write
-from tests.unit.models import test_preference as preference
-from tests.unit.models import test_reward as reward
+from tests.unit.objectives import test_preference as preference
+from tests.unit.objectives import test_reward as reward
 from tests.unit.planner.example_plans import RECIPE
 
 LENGTH = 40

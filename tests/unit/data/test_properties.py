@@ -4,6 +4,7 @@ import itertools
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
@@ -126,6 +127,7 @@ def rows_of(numbers):
 DOCUMENTS = some.lists(some.lists(some.integers(0, 9), min_size=1, max_size=9), min_size=1)
 
 
+@pytest.mark.slow
 @few
 @given(tasks=some.lists(DOCUMENTS, min_size=1, max_size=5), data=some.data())
 def test_a_store_continued_after_any_part_is_the_same(tasks, data, tmp_path_factory):

@@ -468,6 +468,7 @@ def test_only_relevant_settings_change_the_store(tmp_path, cache, open_files):
     assert open_files(chats, kind="chat", **same).folder in names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_limit_is_the_first_rows(tmp_path, open_files, small_tasks, processes):
     texts = [[f"{name}{number}" for number in range(40)] for name in "abcd"]
@@ -489,6 +490,7 @@ def test_limit_is_the_first_rows(tmp_path, open_files, small_tasks, processes):
     assert texts_of(open_files(*others, limit=3, validation=True)) == rows
 
 
+@pytest.mark.slow
 def test_a_pickled_store_names_its_files(tmp_path, open_files, monkeypatch):
     """For loader processes that are not forked: Python 3.14 starts them with forkserver."""
     rows = [{"input_ids": list(range(256)), "w": [0.5] * 256} for _ in range(400)]

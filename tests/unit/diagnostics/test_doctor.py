@@ -124,6 +124,7 @@ def test_without_nvml_torch_counts_the_gpus(nvml):
     assert bad_findings(nvml.findings()) == ["GPUs: RM has detected an NVML/RM version mismatch."]
 
 
+@pytest.mark.slow
 def test_hanging_driver_is_reported(monkeypatch, tmp_path):
     """Uses a separate process and the installed torch."""
     path = os.pathsep.join([str(STAND_INS), str(REPOSITORY)])

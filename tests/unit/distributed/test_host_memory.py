@@ -124,6 +124,7 @@ def freed(*words):
     return json.loads(f"{lists}]"), int(resident), float(limit), returned == "True"
 
 
+@pytest.mark.slow
 def test_freed_memory_is_kept_for_the_next_step():
     """A step of an unchanged size has no more than a tenth of the page faults."""
     faults, resident, limit, returned = freed()
@@ -134,6 +135,7 @@ def test_freed_memory_is_kept_for_the_next_step():
     assert resident <= limit
 
 
+@pytest.mark.slow
 def test_freed_memory_goes_back_where_memory_is_short():
     faults, *_, returned = freed("short")
     assert returned

@@ -29,6 +29,7 @@ print(json.dumps([os.environ["MASTER_ADDR"], found]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slurm", [False, True])
 def test_on_one_machine_nobody_else_reaches_the_stores(tmp_path, slurm):
     """The agent hosts two: its own, and that of the ranks."""

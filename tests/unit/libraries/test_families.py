@@ -44,6 +44,7 @@ def configs():
             )
 
 
+@pytest.mark.slow
 @of_read_version
 def test_each_kind_and_key_is_that_of_a_config():
     kinds, keys = set(), set()

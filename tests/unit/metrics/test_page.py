@@ -323,6 +323,7 @@ def test_page_of_a_run(tmp_path, browser, capsys):
     assert browser.problems == []
 
 
+@pytest.mark.slow
 def test_page_of_several_runs(tmp_path, browser):
     long = make_run(tmp_path / "sweep/long", 5000, rate=1e-4, every=None)
     make_run(tmp_path / "sweep/short", 40, device="NVIDIA H100 80GB HBM3", device_memory=80 << 30)

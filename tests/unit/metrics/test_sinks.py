@@ -40,6 +40,7 @@ sink.close("finished")
 """
 
 
+@pytest.mark.slow
 def test_wandb_gets_each_step_once_unless_its_results_change(tmp_path):
     """Steps repeat with others after a rewind in one process, and with the same results after a
     resume in a second process."""

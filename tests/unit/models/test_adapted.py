@@ -43,6 +43,7 @@ DEFINED = {
 }
 
 
+@pytest.mark.slow
 def test_no_other_module_reads_names_of_adapters():
     found = {}
     for file in (REPOSITORY / "launcher").rglob("*.py"):

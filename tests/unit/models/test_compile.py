@@ -73,6 +73,7 @@ def test_each_graph_break_reason_is_reported_once():
     assert graph_breaks() == [reason]
 
 
+@pytest.mark.slow
 def test_number_of_documents_does_not_cause_recompilation():
     """In float32 on a CPU, attention is computed separately for each document."""
     assert isolate("llama", "sdpa") == ("varlen", VARLEN)
@@ -214,6 +215,7 @@ def test_blocks_of_towers_are_compiled_for_all_images(family, most, monkeypatch,
     assert graphs[-1] <= most, graphs
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=8)
 def test_variants_are_compiled_up_to_a_limit_that_is_named(caplog):
     """Nine variants: more than torch's own limit."""

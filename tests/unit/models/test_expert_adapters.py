@@ -237,6 +237,7 @@ def test_autocast(bases):
     assert 0 < (found[0] - found[1]).norm() < 0.1 * found[0].norm()
 
 
+@pytest.mark.slow
 def test_compiled_blocks(bases):
     """Have the same losses and gradients, and are one graph each."""
     if transformers.__version__ == "5.17.0":

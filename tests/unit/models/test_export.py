@@ -405,6 +405,7 @@ def test_export_takes_the_newest_weights(tmp_path, llama, capsys):
     assert torch.equal(exported("step_00000020, step 20"), logits(new)), "the run went back"
 
 
+@pytest.mark.slow
 def test_reading_a_run_executes_nothing(tmp_path, llama, capsys, monkeypatch):
     """The recipe of the run calls a function that creates a file."""
     monkeypatch.chdir(tmp_path)

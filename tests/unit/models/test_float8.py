@@ -60,6 +60,7 @@ def test_a_layer_computes_the_bits_of_torchao(name, dtype):
     torch.testing.assert_close(found[0][0], exact, rtol=0, atol=0.15)
 
 
+@pytest.mark.slow
 def test_blocks_share_their_compiled_graphs():
     """dynamo would compile each block on its own if each linear had a forward pass of its own."""
     pytest.importorskip("torchao")

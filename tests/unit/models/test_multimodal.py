@@ -20,6 +20,7 @@ from launcher.models.record import record_of
 from launcher.planner.estimate import estimate_memory
 from launcher.planner.profile import profile_of_shapes
 from launcher.planner.trace import trace_step
+from launcher.planner.work import Work
 from launcher.recipe import schema
 from launcher.training.model import prepare_model
 from tests.multimodal import MODELS
@@ -131,13 +132,14 @@ def test_the_rest_of_the_model_is_held_and_not_gathered(kind):
     without = dataclasses.replace(
         profile, unused=dataclasses.replace(profile.unused, parameters=())
     )
-    larger, smaller = (estimate_memory(p, recipe, ranks=2) for p in (profile, without))
+    larger, smaller = (estimate_memory(Work(p, recipe, ranks=2)) for p in (profile, without))
     assert larger.peak.total - smaller.peak.total == 4 * profile.unused.count // 2
     assert larger.peak.components.gathered == smaller.peak.components.gathered
     flops = token_flops(prepared.model).at(16)
     assert 0 < flops <= 6.0 * profile.parameters + 12 * layers * 64 * 16
 
 
+@pytest.mark.slow
 def test_a_trace_shards_the_rest_and_does_not_gather_it():
     """Also with gradients that are kept in the dtype of the reduction until the last micro-batch:
     FSDP then looks at those of each parameter."""

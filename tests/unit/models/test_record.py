@@ -5,6 +5,7 @@ import copy
 import functools
 import re
 
+import pytest
 import torch
 from torch import nn
 
@@ -57,6 +58,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.slow
 def test_only_the_list_calls_changes():
     """So that training, export, chat and the plan build a model in the same order. `verify.py`
     loads an export as transformers and peft do."""

@@ -118,6 +118,7 @@ def compare(model_type, *, attention=None, checkpointing=False):
     return masking, difference, float(norms[0] / norms[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))
 def test_packed_documents_equal_single_documents(model_type):
     if model_type not in transformers.CONFIG_MAPPING:

@@ -16,9 +16,9 @@ from launcher.objectives.kept_files import top_k_dtype
 from launcher.objectives.teacher import first_targets
 from launcher.recipe import schema
 from tests.datasets import dataset_of
-from tests.unit.models import test_distillation as distillation
-from tests.unit.models import test_preference as preference
-from tests.unit.models import test_reward as reward
+from tests.unit.objectives import test_distillation as distillation
+from tests.unit.objectives import test_preference as preference
+from tests.unit.objectives import test_reward as reward
 
 PAIRS = preference.PAIRS
 TOP_K = 4

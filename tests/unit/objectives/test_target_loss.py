@@ -143,6 +143,7 @@ def test_logits_that_ranks_divide_are_refused(folder):
         prepare_model(recipe, device=torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_plans_and_other_tasks(folder, capsys):
     (folder / "own.yaml").write_text(RECIPE.replace("FUNCTION", "focal"))
     assert main(["plan", f"recipe={folder}/own.yaml", "gpus=2", "gpu=h100"]) == 0

@@ -16,6 +16,7 @@ from launcher.planner.known_models import known_models
 from launcher.planner.machine import known_machine
 from launcher.planner.profile import profile_model
 from launcher.planner.speed import RANGE, estimate_time, tokens_per_step
+from launcher.planner.work import Work
 from launcher.recipe.load import load_recipe
 from tests import REPOSITORY
 
@@ -175,7 +176,11 @@ def predicted(figure, folder):
     )
     two = profile_model(recipe, device="cuda")  # two blocks are profiled as fast as possible
     profile = dataclasses.replace(two, block_classes=two.block_classes[-1:] * layers)
-    return tokens_per_step(recipe) / estimate_time(profile, recipe, machine).total / ranks
+    return (
+        tokens_per_step(recipe)
+        / estimate_time(Work(profile, recipe, ranks=machine.ranks), machine).total
+        / ranks
+    )
 
 
 def tested(figure):

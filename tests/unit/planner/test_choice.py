@@ -20,7 +20,7 @@ from launcher.planner.machine import known_machine
 from launcher.planner.memory import HostMemory
 from launcher.planner.plan import estimated_plan, make_plan
 from launcher.planner.profile import profile_model
-from launcher.planner.work import with_most_saved
+from launcher.planner.work import Work, with_most_saved
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import (
     ActivationCheckpointing,
@@ -83,6 +83,7 @@ def on_cpu(memory, cores=2):
     )
 
 
+@pytest.mark.slow
 def test_on_a_cpu_half_of_the_memory_stays_free_and_micro_batches_are_short(monkeypatch):
     """As long as that is possible. The choice does not depend on what was measured, so that a
     resume makes the same one."""
@@ -93,7 +94,10 @@ def test_on_a_cpu_half_of_the_memory_stays_free_and_micro_batches_are_short(monk
     monkeypatch.setattr(choice, "CPU_SECONDS", 1e6)
     chosen, why = searched(wide, on_cpu(64 * GIB))
     assert chosen.batch.micro_batch_size > small
-    needs = estimated_plan(profile_model(chosen, device="cpu"), chosen, on_cpu(64 * GIB)).needed
+    needs = estimated_plan(
+        Work(profile_model(chosen, device="cpu"), chosen, ranks=on_cpu(64 * GIB).ranks),
+        on_cpu(64 * GIB),
+    ).needed
     assert needs < 32 * GIB
     assert searched(wide, on_cpu(2 * GIB)) is not None, "nothing fits into half of it"
 
@@ -155,6 +159,7 @@ def test_failures_before_a_recipe_change_are_ignored():
         assert failed_before(dataclasses.replace(written, **change), FAILED) == []
 
 
+@pytest.mark.slow
 def test_separate_process_receives_recipe_and_machine():
     """The model path does not exist, so the process returns a RecipeError that names it."""
     missing = dataclasses.replace(RECIPE, model=Model(path="/no/such/folder"))
@@ -201,7 +206,9 @@ def collectives(recipe, memory, **more):
 def needed(recipe, *values):
     """Memory of which the estimate leaves 15 % free."""
     full = profile_model(recipe, device="cuda")
-    plan = estimated_plan(full, with_collectives(recipe, *values), gpus(80 * GIB))
+    plan = estimated_plan(
+        Work(full, with_collectives(recipe, *values), ranks=gpus(80 * GIB).ranks), gpus(80 * GIB)
+    )
     return math.ceil(plan.needed / 0.85)
 
 
@@ -261,7 +268,9 @@ def test_the_reason_names_the_memory_that_decides():
     chosen, why = choice.choose_collectives(*with_profile(recipe, cpus))
     assert chosen == with_collectives(recipe, True, True)
     needed = min(
-        estimated_plan(full, with_collectives(recipe, *values), cpus).host.total
+        estimated_plan(
+            Work(full, with_collectives(recipe, *values), ranks=cpus.ranks), cpus
+        ).host.total
         for values in ((False, False), (False, True), (True, False))
     )
     assert why.endswith(
@@ -339,9 +348,9 @@ def test_a_gpu_that_is_too_small_is_a_warning_before_the_start(node, caplog):
         )
         return [line for line in caplog.messages if not line.startswith("host memory")]
 
-    plan = estimated_plan(shapes, recipe, gpus(GIB))
+    plan = estimated_plan(Work(shapes, recipe, ranks=gpus(GIB).ranks), gpus(GIB))
     held = plan.context + plan.step.held.total
-    needed = estimated_plan(full, recipe, gpus(GIB)).needed
+    needed = estimated_plan(Work(full, recipe, ranks=gpus(GIB).ranks), gpus(GIB)).needed
     assert held < needed
     assert warn(80 * GIB, exact=False) == []
     assert warn(held, exact=False) == []
@@ -415,7 +424,9 @@ def test_logits_are_kept_where_that_leaves_room():
     recipe = loaded(*LARGE)
     full = profile_model(recipe, device="cuda")
     kept = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, keep_logits=True))
-    size = math.ceil(estimated_plan(full, kept, gpus(80 * GIB)).needed / 0.85)
+    size = math.ceil(
+        estimated_plan(Work(full, kept, ranks=gpus(80 * GIB).ranks), gpus(80 * GIB)).needed / 0.85
+    )
     chosen, why = logits(recipe, size + 2**20)
     assert chosen == kept
     assert why.startswith("by estimate 15% of ")
@@ -465,7 +476,7 @@ def test_quick_estimate_is_never_too_low(device, mode, model):
     full = profile_model(recipe, device=device)
     assert full.packed_attention
     high, good = (
-        estimated_plan(profile, recipe, gpus(80 * GIB)).needed
+        estimated_plan(Work(profile, recipe, ranks=gpus(80 * GIB).ranks), gpus(80 * GIB)).needed
         for profile in (with_most_saved(dataclasses.replace(full, saved={}), recipe), full)
     )
     assert full.saved

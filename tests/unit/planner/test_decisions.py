@@ -93,6 +93,7 @@ def test_sizes_are_what_a_recipe_has_as_sizes(here):
     assert of_recipe._STANDS_BACK.keys() <= {*SIZES.keys}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["h100", "cpu"])
 @pytest.mark.parametrize(
     "words",

@@ -15,6 +15,7 @@ from launcher.planner.memory import CUBLAS_WORKSPACES, Components, Moment, StepM
 from launcher.planner.plan import estimated_plan, make_plan
 from launcher.planner.profile import profile_model
 from launcher.planner.trace import trace_step, with_compiled_blocks
+from launcher.planner.work import Work
 from launcher.recipe.schema import Lora
 
 LLAMA_8B = """\
@@ -55,7 +56,7 @@ def llama(load):
 @pytest.fixture(scope="module")
 def step(llama, load):
     """Return a function that estimates a step of the 8B model on 8 ranks."""
-    return lambda *overrides: estimate_memory(llama, load(*overrides), ranks=8)
+    return lambda *overrides: estimate_memory(Work(llama, load(*overrides), ranks=8))
 
 
 def test_parameters_are_counted(llama):
@@ -66,7 +67,7 @@ def test_parameters_are_counted(llama):
 
 def test_states_take_16_bytes_per_parameter(llama, load, step):
     for ranks in (8, 64):
-        found = estimate_memory(llama, load(ranks=ranks), ranks=ranks)
+        found = estimate_memory(Work(llama, load(ranks=ranks), ranks=ranks))
         end = found.phases["optimizer"].components
         states = end.parameters - llama.buffers + end.gradients + end.optimizer
         assert states == 16 * PARAMETERS // ranks
@@ -79,13 +80,13 @@ def test_memory_for_checkpoints_is_their_exact_size(llama, load):
         "h100", nodes=1, gpus_per_node=8, memory=None, host_memory=None, overrides=None
     )
     saves = "checkpoint.every_steps=10"
-    plan = estimated_plan(llama, load(saves), machine)
+    plan = estimated_plan(Work(llama, load(saves), ranks=machine.ranks), machine)
     assert plan.host.staging == plan.checkpoint_bytes == 12 * PARAMETERS
     for without in (
         load(saves, "checkpoint.asynchronous=false"),
         load("checkpoint.every_steps=null"),
     ):
-        assert estimated_plan(llama, without, machine).host.staging == 0
+        assert estimated_plan(Work(llama, without, ranks=machine.ranks), machine).host.staging == 0
 
 
 @pytest.mark.parametrize(
@@ -130,7 +131,7 @@ def test_kept_logits_count_until_the_backward_pass(step, precision, size):
 
 def test_full_logits_take_10_bytes_forward_12_backward(load):
     recipe = load("batch.micro_batch_size=2", "model.chunked_loss=false")
-    step = estimate_memory(profile_model(recipe, device="cuda"), recipe, ranks=8)
+    step = estimate_memory(Work(profile_model(recipe, device="cuda"), recipe, ranks=8))
     elements = 2 * 4096 * 128256
     assert step.phases["forward"].components.logits == 10 * elements
     assert step.phases["backward"].components.logits == 12 * elements
@@ -211,7 +212,7 @@ def test_memory_saving_settings_lower_the_peak(step, less, more):
 
 def test_more_ranks_never_raise_the_peak(llama, load):
     recipe = load(FULL, "batch.global_batch_size=2048")
-    steps = (estimate_memory(llama, recipe, ranks=ranks) for ranks in (2, 4, 8, 16, 64, 512))
+    steps = (estimate_memory(Work(llama, recipe, ranks=ranks)) for ranks in (2, 4, 8, 16, 64, 512))
     peaks = [step.peak.total for step in steps]
     assert peaks == sorted(peaks, reverse=True)
 
@@ -221,12 +222,13 @@ def test_lora_trains_only_the_adapters(load):
     profiled = profile_model(recipe, device="cuda")
     rank = 4 * (2 * 64 + 64 + 64 + 2 * (64 + 32) + 3 * (64 + 96))  # q, o; k, v; gate, up, down
     assert profiled.trained == 6 * rank
-    held = estimate_memory(profiled, recipe, ranks=1).held
+    held = estimate_memory(Work(profiled, recipe, ranks=1)).held
     frozen = profiled.parameters - profiled.trained
     assert held.parameters == 2 * frozen + 4 * profiled.trained + profiled.buffers
     assert held.optimizer == 8 * profiled.trained
 
 
+@pytest.mark.slow
 def test_weights_in_nf4_are_counted_by_their_bytes(load):
     layers = ("model.config.num_hidden_layers=6", "model.config.intermediate_size=128")
     recipe = load(*SMALL, "lora={rank: 4, quantize: nf4}", *layers)
@@ -236,7 +238,9 @@ def test_weights_in_nf4_are_counted_by_their_bytes(load):
     widths = {64: 2 * 64 + 2 * 32 + 2 * 128, 128: 64}  # q, o; k, v; gate, up; down
     packed = 6 * sum(rows * (33 * width // 64 + 4) for width, rows in widths.items())
     dense = 6 * sum(rows * width for width, rows in widths.items())
-    held, whole = (estimate_memory(p, recipe, ranks=1).held.parameters for p in (profiled, plain))
+    held, whole = (
+        estimate_memory(Work(p, recipe, ranks=1)).held.parameters for p in (profiled, plain)
+    )
     assert held == whole - 2 * dense + packed
     assert trace_step(recipe, ranks=1, device="cuda", micro_batches=1).held.parameters == held
 
@@ -252,7 +256,9 @@ def test_classifier_has_no_vocabulary_logits(load):
     recipe = load(*SMALL, "model.task=sequence_classification", "model.num_labels=3", "data.kind=classification",
                   "model.config.pad_token_id=0", "strategy.mixed_precision=null")  # fmt: skip
     profiled = profile_model(recipe, device="cpu")
-    assert estimate_memory(profiled, recipe, ranks=2).phases["backward"].components.logits == 0
+    assert (
+        estimate_memory(Work(profiled, recipe, ranks=2)).phases["backward"].components.logits == 0
+    )
     divided = dataclasses.replace(recipe.strategy, kind="fsdp", tensor_parallel_size=2)
     recipe = dataclasses.replace(recipe, strategy=divided)
     assert profile_model(recipe, device="cpu").vocabulary == 0
@@ -272,7 +278,7 @@ def test_encoders(load, task):
     profiled = profile_model(recipe, device="cuda")
     assert len(profiled.block_classes) == 6
     assert profiled.vocabulary == masked * 4578
-    estimated = estimate_memory(profiled, recipe, ranks=2)
+    estimated = estimate_memory(Work(profiled, recipe, ranks=2))
     traced = trace_step(recipe, ranks=2, device="cuda", micro_batches=2)
     assert estimated.peak.total == pytest.approx(traced.peak.total, rel=0.1)
     logits = (step.phases["forward"].components.logits > 0 for step in (estimated, traced))
@@ -357,7 +363,8 @@ def test_model_without_blocks_is_one_group(load, monkeypatch):
     assert whole.block_classes == ()
     assert whole.parameters == split.parameters
     assert (
-        estimate_memory(whole, recipe, ranks=2).held == estimate_memory(split, recipe, ranks=2).held
+        estimate_memory(Work(whole, recipe, ranks=2)).held
+        == estimate_memory(Work(split, recipe, ranks=2)).held
     )
 
 
@@ -380,7 +387,7 @@ def test_untraceable_model_is_estimated_from_shapes(load, step, monkeypatch):
     profiled = profile_model(load(), device="cuda")
     assert profiled.saved == {}
     for overrides in ([], [DDP], [FULL], [SELECTIVE]):
-        estimated = estimate_memory(profiled, load(*overrides), ranks=8).peak.total
+        estimated = estimate_memory(Work(profiled, load(*overrides), ranks=8)).peak.total
         assert estimated == pytest.approx(step(*overrides).peak.total, rel=0.1)
 
 
@@ -429,7 +436,7 @@ def test_estimate_agrees_with_the_trace(load, overrides):
              "data.sequence_length=256", "batch.micro_batch_size=8", "batch.global_batch_size=64")  # fmt: skip
     recipe = load(*sizes, *overrides, ranks=4)
     traced = trace_step(recipe, ranks=4, device="cuda", micro_batches=2)
-    estimated = estimate_memory(profile_model(recipe, device="cuda"), recipe, ranks=4)
+    estimated = estimate_memory(Work(profile_model(recipe, device="cuda"), recipe, ranks=4))
     assert estimated.peak.total == pytest.approx(traced.peak.total, rel=0.1)
     # The tolerances cover float32 moments of norms, step counts, and whole pages of files
     assert estimated.held.optimizer == pytest.approx(traced.held.optimizer, abs=60_000)
@@ -444,7 +451,7 @@ def test_ddp_keeps_what_autocast_casts(load, adapters):
     recipe = load(*SMALL, *adapters, DDP, "model.config.num_hidden_layers=2", ranks=4)
     kept = trace_step(recipe, ranks=4, device="cuda", micro_batches=1).after_forward.activations
     profiled = profile_model(recipe, device="cuda")
-    estimated = estimate_memory(profiled, recipe, ranks=4).after_forward
+    estimated = estimate_memory(Work(profiled, recipe, ranks=4)).after_forward
     assert estimated.activations == pytest.approx(kept, rel=0.07)
     (saved,), (cast,) = profiled.saved.values(), [profiled.autocast]
     assert saved[0].kept < 0.9 * cast[0].kept
@@ -463,6 +470,7 @@ def test_plan_of_pairs_names_the_reference_pass(load, method, noted):
     assert any("the reference pass" in note for note in plan.notes) == noted
 
 
+@pytest.mark.slow
 def test_weights_kept_in_float32_are_gathered_with_four_bytes(load):
     """The decay of recurrent layers, which fsdp gathers in float32, also beside adapters."""
     sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "head_dim": 16}

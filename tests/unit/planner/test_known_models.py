@@ -19,6 +19,7 @@ RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
 ENTRIES = {entry["source"] + str(entry["parameters"]): entry for entry in known_models().values()}
 
 
+@pytest.mark.slow
 def test_parameters_are_those_that_were_published():
     """Published counts are rounded. That of Llama 4 Scout includes the vision part (1 %)."""
     assert len(ENTRIES) >= 30

@@ -2,6 +2,7 @@
 
 import threading
 
+import pytest
 import torch
 
 from launcher.planner import measurement
@@ -94,6 +95,7 @@ def test_evaluate_returns_phases_and_components():
     assert measurement.evaluate(marks, sizes, device="cuda").peak == 1580
 
 
+@pytest.mark.slow
 def test_measurement_imports_no_prediction_modules():
     graph = {module_name(file): set(imports(file)) for file in FILES}
     seen, waiting = set(), ["planner.measurement"]

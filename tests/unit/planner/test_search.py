@@ -20,6 +20,7 @@ from launcher.planner.machine import Rates, known_machine, read_rates
 from launcher.planner.plan import estimated_plan
 from launcher.planner.plan_as_json import as_json
 from launcher.planner.profile import profile_model
+from launcher.planner.recipe_values import cache_key
 from launcher.planner.search import (
     EQUAL_SPEED,
     concrete,
@@ -27,6 +28,7 @@ from launcher.planner.search import (
     search_configurations,
 )
 from launcher.planner.speed import estimate_time, tokens_per_step
+from launcher.planner.work import Work
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import ActivationCheckpointing, Lora
 from tests import REPOSITORY
@@ -52,7 +54,7 @@ def load(loader):
 
 
 def by_estimate(recipe, on):
-    return estimated_plan(profile_model(recipe, device=on.device), recipe, on)
+    return estimated_plan(Work(profile_model(recipe, device=on.device), recipe, ranks=on.ranks), on)
 
 
 @pytest.fixture
@@ -76,6 +78,7 @@ def test_search_offers_compiled_blocks_on_gpus(load):
         assert variants(written, where, **settings) == [written]
 
 
+@pytest.mark.slow
 def test_a_recipe_that_is_as_fast_as_the_fastest_stays(load, estimated_plans):
     """`auto` had chosen another configuration than the one with the star."""
     where = machine(gpus=1)
@@ -209,7 +212,9 @@ def unlimited_machine(**rates):
 
 
 def step_time(recipe, **rates):
-    return estimate_time(profile_model(recipe, device="cuda"), recipe, unlimited_machine(**rates))
+    machine = unlimited_machine(**rates)
+    work = Work(profile_model(recipe, device="cuda"), recipe, ranks=machine.ranks)
+    return estimate_time(work, machine)
 
 
 def parameters(recipe):
@@ -273,7 +278,9 @@ def test_offload_uploads_are_not_overlapped_on_one_gpu(load):
     profile = profile_model(recipe, device="cuda")
     one = dataclasses.replace(unlimited_machine(host_bandwidth=1e12), gpus_per_node=1)
     uploads = 2 * 4 * profile.parameters / 1e12  # float32 master weights, forward and backward
-    assert estimate_time(profile, recipe, one).offload == pytest.approx(uploads, rel=0.01)
+    assert estimate_time(Work(profile, recipe, ranks=one.ranks), one).offload == pytest.approx(
+        uploads, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -315,6 +322,7 @@ def test_sharding_divides_muon_time_by_ranks(load):
 # The search
 
 
+@pytest.mark.slow
 def test_configurations_are_sorted_without_dominated_configurations(load, estimated_plans):
     recipe = concrete(load(), machine())
     result = search_configurations(recipe, machine())
@@ -350,6 +358,7 @@ def test_auto_reshards_only_if_memory_requires_it(load, estimated_plans):
     assert fastest_that_fits(written, machine(memory=true - 2**28)) is None
 
 
+@pytest.mark.slow
 def test_room_is_gradient_shards_and_two_all_gathers(load):
     recipe, embedding = load("batch.global_batch_size=32"), 8000 * 512
     plan = by_estimate(recipe, machine())
@@ -383,6 +392,7 @@ def test_no_room_is_needed_for_gradients_that_exist_at_the_peak(load):
     assert unsynced.room > shards
 
 
+@pytest.mark.slow
 def test_search_prefers_configurations_with_room(load, estimated_plans):
     recipe = load()
     fastest = search_configurations(recipe, machine()).best
@@ -406,6 +416,7 @@ def test_search_prefers_configurations_with_room(load, estimated_plans):
     assert tight.plan.has_room is False
 
 
+@pytest.mark.slow
 def test_cpu_offload_is_chosen_only_if_needed(load, estimated_plans):
     recipe = load(ranks=1)
     tight = {"gpus": 1, "memory": 16 * parameters(recipe) + 600 * 2**20}
@@ -416,6 +427,7 @@ def test_cpu_offload_is_chosen_only_if_needed(load, estimated_plans):
     assert search_configurations(recipe, machine(**tight, host_memory=3 * GIB)).best is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
@@ -446,6 +458,7 @@ def test_overrides_reproduce_the_configuration(name, overrides):
             assert load_recipe([*base, *pairs], ranks=4).recipe == recipe, pairs
 
 
+@pytest.mark.slow
 def test_search_offers_mixed_precision_for_float32(load, estimated_plans):
     result = search_configurations(load("strategy.mixed_precision=null"), machine())
     changed = "strategy.mixed_precision.param_dtype=bfloat16"
@@ -556,6 +569,7 @@ def test_sizes_are_those_that_the_rules_allow(load):
     assert found("strategy.tensor_parallel_size=2", "batch.global_batch_size=32") == [[2, 4], [], [4, 8]]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_size_that_the_model_refuses_is_not_offered(load, monkeypatch):
     written = concrete(load(*LONG), machine())
 
@@ -603,3 +617,26 @@ def test_fastest_of_each_kind_returns_distinct_configurations(load, estimated_pl
     assert len(kinds) == 5
     small = search.fastest_of_each_kind(load(), machine(memory=3 * GIB), most=6)
     assert all(one.plan.fits for one in [*found, *small])
+
+
+def test_a_cache_key_has_every_field_of_every_section():
+    """A field without `repr` makes another key, too: else a plan would be that of another recipe."""
+
+    @dataclasses.dataclass
+    class Section:
+        shown: int = 1
+        hidden: int = dataclasses.field(default=1, repr=False)
+        inner: object = None
+
+    keys = {
+        cache_key(section)
+        for section in (
+            Section(),
+            Section(hidden=2),
+            Section(inner=Section()),
+            Section(inner={"a": [Section(hidden=2)]}),
+            Section(inner={"a": [Section(hidden=3)]}),
+        )
+    }
+    assert len(keys) == 5
+    assert cache_key(Section(inner={"a": 1, "b": 2})) == cache_key(Section(inner={"b": 2, "a": 1}))

@@ -7,6 +7,7 @@ import pytest
 from launcher.planner.machine import known_machine
 from launcher.planner.profile import profile_model
 from launcher.planner.speed import RANGE, SHARED, estimate_time
+from launcher.planner.work import Work
 from tests.unit.planner.published_speeds import errors
 
 SMALL = """\
@@ -27,7 +28,9 @@ def load(loader):
 
 def step_time(recipe, gpus=8, **rates):
     machine = known_machine("h100", nodes=1, gpus_per_node=gpus, overrides=rates)
-    return estimate_time(profile_model(recipe, device="cuda"), recipe, machine)
+    return estimate_time(
+        Work(profile_model(recipe, device="cuda"), recipe, ranks=machine.ranks), machine
+    )
 
 
 @pytest.mark.long
@@ -41,6 +44,7 @@ def test_predictions_are_close_to_published_figures(tmp_path):
     assert sum(map(abs, found)) / len(found) < 0.12
 
 
+@pytest.mark.slow
 def test_compiled_blocks_move_less_and_launch_faster(load):
     """The small model waits for the host; with large rows its traffic matters."""
     for rows in ((), ("batch.global_batch_size=256", "batch.micro_batch_size=32")):
@@ -83,6 +87,7 @@ def test_copies_of_fsdp_and_casts_of_ddp_take_bandwidth(load):
     assert ddp == pytest.approx((2 * 6 + buckets) * weights / 1e9, rel=0.01)
 
 
+@pytest.mark.slow
 def test_one_rank_copies_less_than_fsdp(load):
     """Bytes of a trained parameter in steps of one and of three micro-batches; of FSDP those of two
     all-gathers (a cast and a copy) and a reduction (a cast, a copy, and an addition to those of

@@ -19,6 +19,7 @@ from launcher.planner.estimate import estimate_memory
 from launcher.planner.machine import known_machine
 from launcher.planner.profile import profile_model
 from launcher.planner.trace import UntraceableError, trace_step
+from launcher.planner.work import Work
 from launcher.recipe.schema import (
     ActivationCheckpointing,
     Batch,
@@ -190,6 +191,7 @@ GEMMA4 = {
 the text model."""
 
 
+@pytest.mark.slow
 def test_blocks_of_gemma4_are_profiled_alone_and_traced(tmp_path):
     folder = make_model(tmp_path / "gemma4", "gemma4", sections=GEMMA4, shape_only=True)
     plain = recipe(micro_batch_size=1)
@@ -202,7 +204,7 @@ def test_blocks_of_gemma4_are_profiled_alone_and_traced(tmp_path):
     assert profile.saved
     assert profile.tower.saved
     traced = trace_step(small, ranks=2, device="cuda", micro_batches=1)
-    estimated = estimate_memory(profile, small, ranks=2)
+    estimated = estimate_memory(Work(profile, small, ranks=2))
     near(estimated.peak.total, traced.peak.total, by=0.1)
 
 
@@ -241,6 +243,7 @@ def keeping_logits(written, keep):
     return dataclasses.replace(written, model=dataclasses.replace(written.model, keep_logits=keep))
 
 
+@pytest.mark.slow
 def test_kept_logits_are_traced(monkeypatch):
     monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", 2**15)
     settings = {"ranks": 2, "device": "cuda", "micro_batches": 2}
@@ -252,7 +255,7 @@ def test_kept_logits_are_traced(monkeypatch):
         assert again.after_forward.logits == 0
         assert kept.after_forward.logits == every
         estimate = estimate_memory(
-            profile_model(changed, device="cuda"), keeping_logits(changed, True), ranks=2
+            Work(profile_model(changed, device="cuda"), keeping_logits(changed, True), ranks=2)
         )
         for phase in ("forward", "backward"):
             most = max(m.components.logits for m in kept.timeline if m.phase == phase)
@@ -296,6 +299,7 @@ def test_a_trace_inside_of_another_is_for_its_device():
     assert tracing.current() is None
 
 
+@pytest.mark.slow
 def test_traces_in_other_processes_are_the_same(monkeypatch):
     monkeypatch.setattr(plan.os, "sched_getaffinity", lambda process: {0, 1})
     monkeypatch.setattr(plan, "_STEPS", {})
@@ -317,6 +321,7 @@ def test_model_that_reads_values_is_untraceable():
     assert not dist.is_initialized()
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_keeps_averages_between_micro_batches():
     """In a third micro-batch, memory holds the averages of the second one and the gradients."""
     two, three = (
@@ -339,6 +344,7 @@ def with_experts(size):
     return dataclasses.replace(written, model=Model(config=EXPERTS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_with_different_experts_gather_their_own(size):
     """Routing takes values, in whose place a trace sends as many tokens to each expert."""
@@ -350,7 +356,7 @@ def test_ranks_with_different_experts_gather_their_own(size):
     gathered = whole.after_forward.gathered - divided.after_forward.gathered
     assert gathered == pytest.approx(experts - experts // size, rel=0.01)
     estimate = estimate_memory(
-        profile_model(with_experts(size), device="cuda"), with_experts(size), ranks=4
+        Work(profile_model(with_experts(size), device="cuda"), with_experts(size), ranks=4)
     )
     assert estimate.after_forward.gathered == pytest.approx(
         divided.after_forward.gathered, rel=0.05
@@ -367,7 +373,10 @@ def test_plan_compares_expert_parallelism_with_whole_experts():
         return [note for note in found if "expert_parallel_size" in note]
 
     profile = profile_model(with_experts(1), device="cuda")
-    estimates = [plan.estimated_plan(profile, with_experts(size), machine) for size in (1, 4)]
+    estimates = [
+        plan.estimated_plan(Work(profile, with_experts(size), ranks=machine.ranks), machine)
+        for size in (1, 4)
+    ]
     whole, divided = (bytes_as_text(estimate.step.peak.total) for estimate in estimates)
     assert notes(1) == []
     (note,) = notes(4)
@@ -383,6 +392,7 @@ def test_plan_names_tensor_parallel_ranks_on_different_nodes(nodes, noted):
     assert any(note in text for text in notes) == noted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_parallel_ranks_hold_and_gather_their_parts(size):
     mixed = MixedPrecision(param_dtype="bfloat16", reduce_dtype="float32")
@@ -403,13 +413,14 @@ def test_tensor_parallel_ranks_hold_and_gather_their_parts(size):
     assert divided.after_forward.activations < whole.after_forward.activations
     profile = profile_model(written(size), device="cuda")
     assert profile.undivided.parameters == PARAMETERS
-    estimate = estimate_memory(profile, written(size), ranks=4)
+    estimate = estimate_memory(Work(profile, written(size), ranks=4))
     assert estimate.after_forward.gathered == pytest.approx(
         divided.after_forward.gathered, rel=0.05
     )
     assert estimate.peak.total == pytest.approx(divided.peak.total, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_plan_of_distillation_counts_its_loss_and_names_the_teacher(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "_STEPS", {})
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))

@@ -867,6 +867,7 @@ def hostile_values_are_refused_or_usable(arguments):
     assert load_recipe(["recipe=again.yaml"], ranks=2).recipe == loaded.recipe
 
 
+@pytest.mark.slow
 def test_hostile_values_of_every_key_cause_no_traceback(folder):
     """One value for each key through all of the loading, and all values through the decoding."""
     for path, value in zip(keys(), itertools.cycle(HOSTILE)):

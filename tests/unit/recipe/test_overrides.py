@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
@@ -21,6 +22,7 @@ VALUES = some.recursive(
 )
 
 
+@pytest.mark.slow
 @few
 @given(value=VALUES)
 def test_an_override_reads_as_its_value(value):
@@ -48,6 +50,7 @@ def recipe(overrides):
     return load_recipe(["recipe=quickstart", *overrides], ranks=1, files=False).recipe
 
 
+@pytest.mark.slow
 @settings(few, max_examples=12)
 @given(before=CHANGES, after=CHANGES)
 def test_overrides_make_one_recipe_of_another(before, after):

@@ -65,6 +65,7 @@ def test_other_values_are_refused(value):
         packing(f"data.packing={value}")
 
 
+@pytest.mark.slow
 def test_types_with_other_kinds_of_layers_are_known():
     """Their configs name kinds that `isolate_documents` refuses."""
     unknown = []

@@ -454,6 +454,7 @@ TEXTS = [
 # fmt: on
 
 
+@pytest.mark.slow
 def test_text_and_numbers_round_trip(folder, capsys):
     plain = load()
     for column, project, entity in zip(TEXTS[::3], TEXTS[1::3], TEXTS[2::3], strict=True):

@@ -370,6 +370,7 @@ def test_the_rank_that_does_not_wait_for_others_is_behind():
     assert watchdog._behind(answers) == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["sys.exit(0)", "os._exit(0)", "sys.exit('no')", "os._exit(75)"])
 def test_a_process_that_ends_itself_has_failed(call, tmp_path):
     """It counted as done, or as stopped, and another rank looked guilty."""

@@ -27,6 +27,7 @@ def collections():
     gc.callbacks.remove(see)
 
 
+@pytest.mark.slow
 def test_collections_come_between_steps_only(collections):
     frozen = gc.get_freeze_count()
     with GarbageCollection() as garbage:

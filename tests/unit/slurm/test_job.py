@@ -338,6 +338,7 @@ def test_lead_is_at_most_half_of_the_time_limit(folder, capsys):
 _PAGES = ("README.md", "docs/clusters.md")
 
 
+@pytest.mark.slow
 def test_documented_submit_commands_work(tmp_path, monkeypatch, capsys):
     """tests/slurm runs similar commands on a cluster."""
     monkeypatch.chdir(tmp_path)
@@ -355,6 +356,7 @@ def test_documented_submit_commands_work(tmp_path, monkeypatch, capsys):
 # The plan
 
 
+@pytest.mark.slow
 def test_plan_is_computed_in_another_process(folder, monkeypatch, capsys):
     def run(words, env, **pipes):
         assert words[:3] == [sys.executable, "-m", "launcher"]

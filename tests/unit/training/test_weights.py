@@ -63,6 +63,7 @@ def pairs_of(made):
     return sorted(zip(made.targets[kept].tolist(), weights[kept].tolist(), strict=True))
 
 
+@pytest.mark.slow
 def test_weights_stay_with_their_targets(tmp_path, monkeypatch):
     monkeypatch.setattr(token_store, "_TASK_BYTES", 64)
     for packing, length in itertools.product((True, False), (8, 3)):
