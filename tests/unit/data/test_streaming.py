@@ -541,6 +541,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_the_next_shard_is_tokenized_resumes(texts):
     """Its process is killed by the kernel; the shard is tokenized by the next start."""
     whole, positions = trained(opened(texts, shard_size="0.4KB", steps=20))
