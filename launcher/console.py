@@ -274,7 +274,8 @@ def task(what: str, total: float, *, background: bool = False) -> Iterator[Calla
     micro-batches. With `background`, training continues and uses the terminal's last line, so this
     task only logs.
     """
-    terminal, lock = None if background else _terminal(), threading.Lock()
+    shown = not background and logger.isEnabledFor(logging.INFO)
+    terminal, lock = _terminal() if shown else None, threading.Lock()
     bar = None if terminal is None else _progress(terminal, total)
     started = last = time.monotonic()
     done = 0.0

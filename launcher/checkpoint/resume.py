@@ -281,8 +281,8 @@ def check_content(
         if saved is not None and _order_version(saved["order"]) != _order_version(stream):
             what = "another version of the launcher wrote it. Resume with that version"
         raise RecipeError(
-            f"{path} cannot be resumed with data.streaming: {what}; {_OTHERWISE}, which first "
-            "reads and tokenizes as many samples as were seen"
+            f"{path} cannot be resumed with data.streaming: {what}; {_OTHERWISE}, which then "
+            "begins at the same shard of the new order, or of such a version at the first one"
         )
     return changes
 

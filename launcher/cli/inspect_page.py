@@ -25,12 +25,10 @@ from launcher.cli.prepare import DataFiles
 from launcher.cli.tables import make_table, plain
 from launcher.data.batching import make_batch_sampler, mixture_weights
 from launcher.data.dataset import MixtureDataset, SequenceDataset
-from launcher.data.encoder import make_encoder
 from launcher.data.loader import expected_padding
 from launcher.data.opening import make_order, open_dataset
-from launcher.data.problems import causes, problem_lines
-from launcher.data.streaming import assign_shards
-from launcher.data.token_store import store_rows
+from launcher.data.problems import causes
+from launcher.data.streaming import StreamingDataset
 from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
@@ -38,9 +36,7 @@ from launcher.objectives.base import count_attachments, dataset_objective
 from launcher.objectives.make import make_objective
 from launcher.planner.sizes import traits_from_recipe
 from launcher.recipe.schema import Batch, Recipe
-from launcher.sources.finding import find_parts
 from launcher.sources.layouts import ATTACHMENTS
-from launcher.sources.rows import read_all
 from launcher.training.model import width_multiple
 
 if TYPE_CHECKING:
@@ -129,7 +125,7 @@ def print_page(
 
 
 def _open(recipe: Recipe, files: DataFiles) -> SequenceDataset:
-    """Tokenizes a set. Of a stream, the first rows are packed as they are without streaming."""
+    """Tokenizes a set. Of a stream, the first rows are a shard."""
     data, model = (
         files.data,
         replace(traits_from_recipe(recipe), width_multiple=_width_multiple(recipe)),
@@ -151,24 +147,17 @@ def _open(recipe: Recipe, files: DataFiles) -> SequenceDataset:
         )
         assert not isinstance(opened, MixtureDataset)  # of one set
         return opened
-    encoder = make_encoder(
-        data.kind, data, tokenizer=tokenizer, modalities=model.attachments.modalities
+    stream = StreamingDataset(
+        replace(data, limit=min(data.limit or _STREAMED, _STREAMED)),
+        objective=objective,
+        tokenizer=tokenizer,
+        model=model,
+        seed=recipe.run.seed,
+        build=True,
     )
-    most = data.max_document_bytes
-    notes: list[str] = []
-    parts = find_parts(patterns, kind=data.kind, max_document=most, notes=notes)
-    shard = assign_shards(parts, shards=1, seed=recipe.run.seed, shuffle=data.shuffle)[0]
-    rows = itertools.islice(read_all(shard, column=encoder.text_column), _STREAMED)
-    unused: list[str] = []
-    store = store_rows(list(encoder.encode_rows(rows, unused=unused)))
-    if data.on_error == "fail" and store.skipped:
-        raise RecipeError(list(problem_lines(store.skipped, rows=_STREAMED, complete=False)))
-    store = replace(store, unused=unused, notes=encoder.notes, file_notes=notes)
-    if not store.documents:
-        raise RecipeError(
-            f"data: {', '.join(patterns)}: no documents in the first {_STREAMED:,} rows"
-        )
-    return objective.open(store, data, model)
+    first = stream.held_out(objective) if files.held_out else stream.shard(0).dataset
+    assert not isinstance(first, MixtureDataset)
+    return first
 
 
 def _order(

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import math
 import sys
+import tempfile
+from collections.abc import Iterator
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -63,25 +65,28 @@ def rows(
     if built and (why := counted_otherwise(built[-1], recipe.data)) is not None:
         raise RecipeError(f"{run} {why}")
     positions, skipped = positions_of(events, step, run=run, global_batch_size=size)
-    opened = _open(run, recipe)
 
     from launcher.data.origins import trained_rows
     from launcher.data.tokenizer import tokenizer_name
 
     tokenizer = tokenizer_name(recipe.data, recipe.model)
-    trained = trained_rows(opened, positions, tokenizer=tokenizer)
-    if not trained:
-        raise RecipeError(f"command line: step={step}: the run ends before, with its last epoch")
-    title = f"step {step}: {trained[-1].sequence:,} {recipe.data.batch_unit}, {len(trained):,} rows"
-    if 0 < (last := RunFolder(run).last_step()) < step:
-        print(f"note: step {last:,} is the last one that the run has recorded")
-    title += f"; {skipped:,} batches before it were skipped" if skipped else ""
-    losses = None
-    if loss:
-        losses, weights = _losses(run, recipe, step, trained, trust_run=trust_run)
-        title += f"\n{weights}"
-    print(title)
-    _print_rows(trained, losses, recipe)
+    with _open(run, recipe, positions.start) as opened:
+        trained = trained_rows(opened, positions, tokenizer=tokenizer)
+        if not trained:
+            raise RecipeError(
+                f"command line: step={step}: the run ends before, with its last epoch"
+            )
+        title = f"step {step}: {trained[-1].sequence:,} {recipe.data.batch_unit}, "
+        title += f"{len(trained):,} rows"
+        if 0 < (last := RunFolder(run).last_step()) < step:
+            print(f"note: step {last:,} is the last one that the run has recorded")
+        title += f"; {skipped:,} batches before it were skipped" if skipped else ""
+        losses = None
+        if loss:
+            losses, weights = _losses(run, recipe, step, trained, trust_run=trust_run)
+            title += f"\n{weights}"
+        print(title)
+        _print_rows(trained, losses, recipe)
     return EXIT_DONE
 
 
@@ -96,9 +101,6 @@ def _recipe(run: Path, step: int, *, loss: bool = False) -> Recipe:
         raise RecipeError(f"{file} cannot be read: {first_line(error)}") from None
     if loss and (why := objective_of(recipe).no_row_losses) is not None:
         raise RecipeError(f"command line: --loss: not available for {why}")
-    if recipe.data.streaming:
-        what = "the rows of a step are known only after all rows before it are tokenized"
-        raise RecipeError(f"{file}: data.streaming: {what}, so they cannot be listed")
     if step > (most := recipe.run.max_steps or step):
         raise RecipeError(f"command line: step={step}: the run has {most} steps (run.max_steps)")
     if recipe.checkpoint.allow_changes:
@@ -146,15 +148,20 @@ def positions_of(
     return range(begin, min(begin + first[2], end)), skipped
 
 
-def _open(run: Path, recipe: Recipe) -> RunData:
-    """The data of a run. Raises RecipeError if it has changed."""
+@contextlib.contextmanager
+def _open(run: Path, recipe: Recipe, position: int) -> Iterator[RunData]:
+    """The data of a run. Of a stream, the shards from that of a global position on are tokenized apart
+    from those of the run, which may train. Raises RecipeError if the data has changed."""
     import torch
 
     from launcher.checkpoint.reader import read_state
     from launcher.data.attachment_inputs import attachments_of
+    from launcher.data.batching import Position
     from launcher.data.run_data import open_run_data
+    from launcher.data.streaming import StreamOrder
     from launcher.data.token_store import ModelTraits
     from launcher.data.tokenizer import tokenizer_name
+    from launcher.distributed.environment import cache_folder
     from launcher.distributed.rank_layout import RankLayout
     from launcher.objectives.make import make_objective
 
@@ -164,32 +171,53 @@ def _open(run: Path, recipe: Recipe) -> RunData:
     data = dataclasses.replace(recipe.data, validation=None, date=day)
     size = recipe.batch.global_batch_size
     batch = Batch(global_batch_size=size, micro_batch_size=1)  # any gives the same rows
-    opened = open_run_data(
-        data,
-        batch,
-        recipe.run,
-        objective=make_objective(recipe, trained=False),
-        model=ModelTraits(
-            tokenizer=tokenizer_name(data, recipe.model),
-            attachments=attachments_of(recipe.attachments, recipe.model),
-        ),
-        ranks=alone,
-        build=True,
-        skipped_rows=None,
-    )
-    for checkpoint in reversed(_checkpoints(run)):
-        try:
-            recorded = read_state(checkpoint).get("data") or {}
-            changes = list(data_changes(recorded, opened.fingerprint))
-        except (ValueError, TypeError, AttributeError) as error:  # it may hold any JSON
-            if not checkpoint.is_dir():  # the run trains, and has deleted it: any other one will do
-                continue
-            raise RecipeError(f"{checkpoint} is damaged: {first_line(error)}") from None
-        if changes:
-            what = "the data has changed since the run, and with it the order of samples:"
-            raise RecipeError([f"{run}: {what}", *(f"  {line}" for line in changes)])
-        break
-    return opened
+    with contextlib.ExitStack() as stack:
+        if data.streaming:
+            cache = cache_folder(data.cache)
+            cache.mkdir(parents=True, exist_ok=True)
+            own = stack.enter_context(tempfile.TemporaryDirectory(prefix="rows-", dir=cache))
+            data = dataclasses.replace(data, cache=own)
+        opened = open_run_data(
+            data,
+            batch,
+            recipe.run,
+            objective=make_objective(recipe, trained=False),
+            model=ModelTraits(
+                tokenizer=tokenizer_name(data, recipe.model),
+                attachments=attachments_of(recipe.attachments, recipe.model),
+            ),
+            ranks=alone,
+            build=True,
+        )
+        order = opened.order
+        for checkpoint in reversed(_checkpoints(run)):
+            try:
+                state = read_state(checkpoint)
+                changes = list(data_changes(state.get("data") or {}, opened.fingerprint))
+                saved = state.get("stream") or {}
+                if isinstance(order, StreamOrder) and saved["order"] != order.digest:
+                    changes += ["what decides the order of samples"]
+                later = isinstance(order, StreamOrder) and saved["samples"] > position
+            except (
+                ValueError,
+                TypeError,
+                AttributeError,
+                KeyError,
+            ) as error:  # it may hold any JSON
+                if (
+                    not checkpoint.is_dir()
+                ):  # the run trains, and has deleted it: any other one will do
+                    continue
+                raise RecipeError(f"{checkpoint} is damaged: {first_line(error)}") from None
+            if changes:
+                what = "the data has changed since the run, and with it the order of samples:"
+                raise RecipeError([f"{run}: {what}", *(f"  {line}" for line in changes)])
+            if not later:
+                opened = opened.starting(Position(samples=position, stream=saved))
+                break
+        if isinstance(opened.order, StreamOrder):
+            opened.order.skip_to(position)
+        yield opened
 
 
 def _checkpoints(run: Path) -> list[Path]:

@@ -425,10 +425,6 @@ def _validation(c: Conversion) -> bool:
         if found:
             c.set("data.validation", found, "test_datasets")
             return True
-    if "data.streaming" in c.values:
-        if not is_off(c.get("val_set_size")):
-            c.skip("a stream has no held-out part; data.validation names files", "val_set_size")
-        return False
     return rows.validation(c, "val_set_size")
 
 

@@ -162,7 +162,7 @@ def _train(c: Conversion, stage: str) -> None:
     c.get("train_on_prompt", "mask_history")
     if c.get("streaming"):
         c.set("data.streaming", True, "streaming")
-        c.move("buffer_size", "data.shuffle_buffer")
+        c.skip("data.shuffle shuffles each shard of a stream whole", "buffer_size")
     if c.get("disable_shuffling"):
         c.set("data.shuffle", False, "disable_shuffling")
     if (processes := c.get("preprocessing_num_workers")) is not None:

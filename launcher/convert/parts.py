@@ -76,7 +76,6 @@ _NOT_WITH_IMAGES = (
     "strategy.tensor_parallel_size",
     "strategy.expert_parallel_size",
     "data.streaming",
-    "data.shuffle_buffer",
 )
 _SOUND = re.compile(r"voxtral|audio|qwen2\.5-omni|qwen3-omni|whisper")
 _SHARED_SIZES = (

@@ -10,7 +10,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from launcher.recipe import schema
 
@@ -31,7 +31,7 @@ class Position:
     skipped_batches: int = 0
     """Batches before this position that were skipped because the run diverged on them."""
     stream: Mapping[str, Any] | None = None
-    """`StreamingDataset.state`, from a checkpoint."""
+    """`StreamOrder.state`, from a checkpoint."""
 
 
 def accumulation_steps(*, global_batch_size: int, micro_batch_size: int, ranks: int) -> int:
@@ -107,22 +107,6 @@ class SampleOrder:
     def epochs_seen(self, positions: int) -> list[float]:
         """How many times the first `positions` positions go through each source."""
         return [positions / self.samples]
-
-
-@dataclass(frozen=True)
-class StreamOrder:
-    """The order of a stream: indices are positions, its length is not known."""
-
-    samples: int = 0
-    epochs: int | None = None
-
-    def sample(self, position: int) -> int:
-        """The position itself."""
-        return position
-
-    def epochs_seen(self, positions: int) -> list[float]:
-        """Nothing is known of the length of a stream."""
-        return []
 
 
 _PERIOD = 4096
@@ -223,7 +207,23 @@ class SimilarLengths:
         return self._order.epochs_seen(positions)
 
 
-Order = SampleOrder | MixtureOrder | StreamOrder | SimilarLengths
+class Order(Protocol):
+    """Which sample is at which global position: one of the classes above, or that of a stream
+    (`streaming.py`)."""
+
+    @property
+    def samples(self) -> int:
+        """Per epoch; 0: not known."""
+
+    @property
+    def epochs(self) -> int | None:
+        """None: there is no last one."""
+
+    def sample(self, position: int) -> int:
+        """Index of the sample at a global position, or NO_SAMPLE after the last epoch."""
+
+    def epochs_seen(self, positions: int) -> list[float]:
+        """How many times the first `positions` positions go through each source."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,8 +45,6 @@ class Collated:
     """Floating-point operations of the towers of attachments, forward and backward."""
     documents: Integers | None = None
     """The numbers of the documents of the store whose answers are scored, in their order."""
-    shard_positions: Mapping[int, Any] = field(default_factory=dict)
-    """Where the shards of a stream are after the micro-batch, by their numbers."""
 
     @property
     def weight(self) -> float:

@@ -50,6 +50,8 @@ class SampleMaker(Protocol):
         documents: Integers | None = None,
     ) -> SequenceDataset: ...
 
+    def empty(self, data: schema.Data, model: ModelTraits) -> SequenceDataset: ...
+
     def for_validation(self) -> SampleMaker: ...
 
     def with_seed(self, seed: int) -> SampleMaker: ...
@@ -202,7 +204,8 @@ class SequenceDataset:
 
     def describe(self) -> list[str]:
         """Lines for the log. The first is about the size."""
-        return [self.objective.describe(self), *self._problems()]
+        size = self.objective.describe(self) if len(self) else f"no {self.unit} with loss"
+        return [size, *self._problems()]
 
     @property
     def notes(self) -> list[str]:

@@ -40,20 +40,6 @@ class Document:
         """Each token as a target."""
         return self.ids if self.labels is None else self.labels
 
-    def kept(self, most: int) -> int:
-        """Tokens that remain if the document is cut to `most`: of attachments only whole ones."""
-        if self.attachments is None:
-            return min(most, self.ids.size)
-        table, _ = self.attachments
-        return int(min([most, self.ids.size, *table["first"][table["end"] > most][:1]]))
-
-    def attachments_before(self, end: int) -> Attachments | None:
-        """The attachments before this token."""
-        if self.attachments is None:
-            return None
-        table, data = self.attachments
-        return table[table["end"] <= end], data
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded(Document):

@@ -79,6 +79,8 @@ from launcher.sources.rows import Row, SourcePart, Values, in_batches, read_all
 
 _LOOKED_AT = 100
 """First rows among which `prompt_form` looks for one that can be used."""
+_ENCODED_ROWS = 64
+"""Most rows that are tokenized at once."""
 _SETTINGS: dict[str, Callable[[RowKind], bool]] = {
     "ignore_columns": lambda kind: True,
     "system": lambda kind: kind.templated,
@@ -198,7 +200,7 @@ class Encoder:
         ]
 
     def encode_rows(
-        self, rows: Iterable[Row], *, batch_rows: int = 64, unused: list[str] | None = None
+        self, rows: Iterable[Row], *, unused: list[str] | None = None
     ) -> Iterator[Encoded]:
         """One result per row, in order. Tokenizing in batches is several times faster.
 
@@ -206,7 +208,7 @@ class Encoder:
         the tokenizer.
         """
         kind = _PROMPTED if KINDS[self.kind].answers else _KINDS[self.kind]
-        for batch in in_batches(rows, most=batch_rows, size=lambda row: row.size):
+        for batch in in_batches(rows, most=_ENCODED_ROWS, size=lambda row: row.size):
             problems, usable = [row.problem for row in batch], []
             for index, row in enumerate(batch):
                 if row.values is None:

@@ -20,13 +20,17 @@ CHOSEN = "by content"
 number, and recorded nothing."""
 
 
-def held_out(hashes: Hashes, share: float) -> npt.NDArray[np.bool_]:
+def held_out(hashes: Hashes, share: float, *, of_shard: bool = False) -> npt.NDArray[np.bool_]:
     """Which of the documents with these hashes are held out, (documents,): about this share of them,
     at least one, and not all.
 
     A document decides for itself, so it stays where it is if others are added or removed, and equal
-    ones are on one side. Raises RecipeError if there is no second document, or none that differs.
+    ones are on one side. of_shard: there are others, so it may be none or all of these. Raises
+    RecipeError if there is no second document, or none that differs.
     """
+    mask = hashes < np.uint64(int(share * 2.0**64))
+    if of_shard:
+        return np.asarray(mask)
     smallest, largest = hashes.min(), hashes.max()
     if smallest == largest:
         what = "the data is a single document, of which no part can be held out"
@@ -35,7 +39,6 @@ def held_out(hashes: Hashes, share: float) -> npt.NDArray[np.bool_]:
         raise RecipeError(
             f"data.validation_split: {what}; give data.validation, or data.validation_split=null"
         )
-    mask = hashes < np.uint64(int(share * 2.0**64))
     if not mask.any():
         mask = hashes == smallest
     elif mask.all():
@@ -44,18 +47,18 @@ def held_out(hashes: Hashes, share: float) -> npt.NDArray[np.bool_]:
 
 
 def split_documents(
-    store: TokenStore, share: float, *, divide: bool
+    store: TokenStore, share: float, *, divide: bool, of_shard: bool = False
 ) -> tuple[TokenStore, npt.NDArray[np.bool_]]:
-    """The store, and which of its documents are held out.
+    """The store, and which of its documents are held out. of_shard: see `held_out`.
 
     divide: a single document is made two, and the second one, with this share of its tokens, is held
     out. Raises RecipeError if there is a single document that cannot be divided.
     """
     tokens = int(store.offsets[-1])
-    if store.documents != 1 or not divide or tokens < 4:
+    if store.documents != 1 or not divide or tokens < 4 or of_shard:
         chosen = dataclasses.replace(store, fingerprint=store.fingerprint | {"held_out": CHOSEN})
         hashes = document_hashes(store) if store.hashes is None else store.hashes
-        return chosen, held_out(hashes, share)
+        return chosen, held_out(hashes, share, of_shard=of_shard)
     held = min(max(2, round(share * tokens)), tokens - 2)
     both = dataclasses.replace(
         store,

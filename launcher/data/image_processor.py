@@ -151,8 +151,8 @@ class ImageProcessor:
         self, source: Any, *, in_bytes: bool, checksum: int | None = None
     ) -> tuple[Processed, int]:
         """The image of a file, and the checksum of the file. What was read last is not decoded
-        again: a stream reads an image for its tokens and then for its pixels, and both answers of a
-        pair show the same images. checksum: what it was when the row was tokenized. Raises RowError."""
+        again: both answers of a pair show the same images. checksum: what it was when the row was
+        tokenized. Raises RowError."""
         content = source.read()
         found = source.checksum(content)
         if checksum is not None and found != checksum:

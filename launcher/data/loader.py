@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from multiprocessing import queues
 from typing import Any, NamedTuple, TypeVar, cast
@@ -18,7 +18,7 @@ from launcher.console import bytes_as_text
 from launcher.data.batching import NO_SAMPLE, BatchSampler, Index, row_tokens
 from launcher.data.collation import Collated, Unreadable
 from launcher.data.dataset import MapData
-from launcher.data.streaming import ShardPosition, StreamingDataset
+from launcher.data.streaming import StreamingDataset
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed import host_memory
 from launcher.distributed.rank_layout import RankLayout
@@ -135,8 +135,8 @@ class GlobalBatch:
     """Over all ranks, including this step and batches that were skipped before it."""
     seconds_waited: float
     """For this rank's loader."""
-    stream_positions: Mapping[int, ShardPosition] = field(default_factory=dict)
-    """Of this rank's shards, after this batch."""
+    stream: Mapping[str, Any] | None = None
+    """`StreamOrder.state` after the batch; None without data.streaming."""
 
 
 def make_loader(
@@ -148,15 +148,12 @@ def make_loader(
     persistent_workers: bool,
     device: torch.device,
 ) -> DataLoader[Any]:
-    """Loads micro-batches. The sampler is not used for a StreamingDataset, which yields them in the
-    same order. seed is that of the loader processes."""
-    workers, batches = data.workers, dict[str, Any](batch_size=None)
-    if isinstance(dataset, StreamingDataset):
-        workers = dataset.workers(workers)
-    else:
-        batches = {"batch_sampler": sampler, "collate_fn": dataset.collate}
+    """Loads micro-batches. seed is that of the loader processes."""
+    workers = data.workers
     return DataLoader(
         dataset,  # type: ignore[arg-type]
+        batch_sampler=sampler,
+        collate_fn=dataset.collate,
         num_workers=workers,
         prefetch_factor=data.prefetch_factor if workers else None,
         persistent_workers=persistent_workers and workers > 0,
@@ -165,7 +162,6 @@ def make_loader(
         # By default each iterator draws its seed from the default generator, which dropout uses
         # too: a resume would draw once more
         generator=torch.Generator().manual_seed(seed),
-        **batches,
     )
 
 
@@ -188,7 +184,8 @@ def check_shared_memory(
     """Compares /dev/shm with what the loader processes of these ranks, all of a machine, hold there:
     the largest of the first micro-batches, or of data with unknown lengths the first one.
 
-    Raises RecipeError if it does not fit. Does nothing where much is free, and for a stream.
+    Raises RecipeError if it does not fit. Does nothing where much is free, and for a stream, of which
+    no shard is open yet.
     """
     memory = host_memory.shared_memory()
     if not data.workers or isinstance(dataset, StreamingDataset) or memory is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from launcher.data.batching import (
@@ -15,7 +17,7 @@ from launcher.data.custom import CustomDataset
 from launcher.data.dataset import MapData, MixtureDataset, SampleMaker, SequenceDataset
 from launcher.data.held_out import copy_documents, split_documents
 from launcher.data.modality import Modality
-from launcher.data.packing import text_lengths
+from launcher.data.packing import NothingToTrainError, text_lengths
 from launcher.data.problems import SHOWN
 from launcher.data.token_store import ModelTraits, TokenStore, open_store, rows_of_documents
 from launcher.errors import RecipeError
@@ -34,34 +36,18 @@ def open_dataset(
     validation: bool = False,
     held_out: bool = False,
 ) -> SequenceDataset | MixtureDataset:
-    """Opens (see `open_store`) and packs the files of a source, or of each source of the mixture
-    data.train. The objective packs them, and makes the samples.
-
-    With data.validation_split, training data is without the held-out documents, or with `held_out`
-    only these.
-    """
-
-    pack = objective.open
+    """Opens (see `open_store`) the files of a source, or of each source of the mixture data.train,
+    and makes a data set of them (see `make_dataset`)."""
 
     def opened(data: schema.Data, files: tuple[str, ...]) -> SequenceDataset:
         store = open_store(
             files, data, tokenizer=tokenizer, model=model, build=build, validation=validation
         )
-        if data.overlong == "error":
-            _refuse_overlong(
-                store,
-                files,
-                data,
-                tokenizer=tokenizer,
-                modalities=model.attachments.modalities,
-                validation=validation,
-            )
-        if validation or data.validation_split is None:
-            return pack(store, data, model)
-        store, mask = split_documents(store, data.validation_split, divide=data.kind == "text")
-        if held_out:
-            return pack(copy_documents(store, np.flatnonzero(mask)), data, model)
-        return pack(store, data, model, documents=np.flatnonzero(~mask))
+        if validation:
+            data = replace(data, validation_split=None)
+        return make_dataset(
+            store, data, objective=objective, tokenizer=tokenizer, model=model, held_out=held_out
+        )
 
     if not isinstance(source, dict):
         return opened(data, source)
@@ -71,14 +57,42 @@ def open_dataset(
     return MixtureDataset(parts, mixture_weights(source.values()))
 
 
+def make_dataset(
+    store: TokenStore,
+    data: schema.Data,
+    *,
+    objective: SampleMaker,
+    tokenizer: str | None,
+    model: ModelTraits,
+    held_out: bool = False,
+    of_shard: bool = False,
+) -> SequenceDataset:
+    """The documents of a store as the objective packs them and makes samples of them.
+
+    With data.validation_split, they are without those that are held out, or with `held_out` only
+    these. of_shard: see `split_documents`.
+    """
+    if data.overlong == "error":
+        modalities = model.attachments.modalities
+        _refuse_overlong(store, data, tokenizer=tokenizer, modalities=modalities)
+    if data.validation_split is None:
+        return objective.open(store, data, model)
+    store, mask = split_documents(
+        store, data.validation_split, divide=data.kind == "text", of_shard=of_shard
+    )
+    if held_out and not mask.any():
+        raise NothingToTrainError("data.validation_split: no document is held out")
+    if held_out:
+        return objective.open(copy_documents(store, np.flatnonzero(mask)), data, model)
+    return objective.open(store, data, model, documents=np.flatnonzero(~mask))
+
+
 def _refuse_overlong(
     store: TokenStore,
-    files: tuple[str, ...],
     data: schema.Data,
     *,
     tokenizer: str | None,
     modalities: tuple[Modality, ...],
-    validation: bool,
 ) -> None:
     """Raises RecipeError if a row is longer than a sequence."""
     sizes = text_lengths(store, 2 if data.batch_unit == "pairs" else 1)
@@ -87,15 +101,7 @@ def _refuse_overlong(
         return
     what = f"tokens, more than {data.sequence_length:,} (data.sequence_length)"
     shown = longer[:SHOWN].tolist()
-    rows = rows_of_documents(
-        store,
-        files,
-        data,
-        set(shown),
-        tokenizer=tokenizer,
-        modalities=modalities,
-        validation=validation,
-    )
+    rows = rows_of_documents(store, data, set(shown), tokenizer=tokenizer, modalities=modalities)
     lines = [f"{rows[number].where}: {sizes[number]:,} {what}" for number in shown]
     text = f"{len(longer):,} of {store.documents:,} rows are longer than a sequence, by up to "
     text += f"{sizes.max() - data.sequence_length:,} tokens; raise data.sequence_length, or set "

@@ -41,21 +41,24 @@ def trained_rows(opened: RunData, positions: range, *, tokenizer: str | None) ->
 
     positions: of its samples in the run's order.
     """
-    data = opened.data
+    data, training = opened.data, opened.training
     rows: list[TrainedRow] = []
-    assert not isinstance(opened.training, StreamingDataset)
     for sequence, position in enumerate(positions, start=1):
         if (index := opened.order.sample(position)) != NO_SAMPLE:
-            rows += _rows_of(opened.training, index, sequence)
-    for name in {row.source for row in rows if row.of is not None}:
-        source = data.sources()[name]
-        assert isinstance(source.train, tuple)
-        mine = [row for row in rows if row.source == name]
-        dataset = mine[0].dataset
+            if isinstance(training, StreamingDataset):
+                shard, index = training.located(index)
+                rows += _rows_of(shard.dataset, index, sequence)
+            else:
+                rows += _rows_of(training, index, sequence)
+    by_store: dict[tuple[str, int], list[TrainedRow]] = {}
+    for row in rows:
+        if isinstance(row.dataset, SequenceDataset):
+            by_store.setdefault((row.source, id(row.dataset.store)), []).append(row)
+    for (name, _), mine in by_store.items():
+        source, dataset = data.sources()[name], mine[0].dataset
         assert isinstance(dataset, SequenceDataset)
         of_documents = rows_of_documents(
             dataset.store,
-            source.train,
             source,
             {row.document for row in mine},
             tokenizer=tokenizer,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.sources.layouts import KINDS
@@ -261,6 +262,10 @@ def best_fit(pieces: Sequences, length: int) -> Sequences:
     return replace(
         pieces, starts=pieces.starts[order], lengths=pieces.lengths[order], bounds=bounds
     )
+
+
+class NothingToTrainError(RecipeError):
+    """Data without a sample."""
 
 
 def first_names(names: Iterable[str]) -> str:

@@ -20,14 +20,12 @@ from launcher.data.batching import (
     BatchSampler,
     Order,
     Position,
-    RankBatchSampler,
-    StreamOrder,
     make_batch_sampler,
 )
 from launcher.data.collation import raise_error
 from launcher.data.custom import CustomDataset, build_custom_data
 from launcher.data.dataset import MapData, MixtureDataset, SampleMaker, SequenceDataset
-from launcher.data.encoder import PromptForm, form_of_row, make_encoder, prompt_format
+from launcher.data.encoder import PromptForm, form_of_row, prompt_format
 from launcher.data.ends import own_end, stop_token_ids
 from launcher.data.loader import (
     GlobalBatch,
@@ -39,7 +37,7 @@ from launcher.data.loader import (
     to_device,
 )
 from launcher.data.opening import make_order, open_dataset
-from launcher.data.streaming import ShardPosition, StreamingDataset
+from launcher.data.streaming import StreamingDataset, StreamOrder
 from launcher.data.template_source import read_template
 from launcher.data.token_store import ModelTraits
 from launcher.data.tokenizer import (
@@ -56,7 +54,7 @@ from launcher.models.hugging_face_files import add_ends
 from launcher.models.philox import derived_seed
 from launcher.recipe import schema
 from launcher.reliability.json_files import Json
-from launcher.sources.finding import find_parts, first_row
+from launcher.sources.finding import first_row
 from launcher.sources.hub import model_folder
 from launcher.sources.layouts import KINDS, match_row, named_columns
 
@@ -102,10 +100,14 @@ class RunData:
     def starting(self, position: Position) -> RunData:
         """The same data from a position of the run on. With epochs, the number of steps follows
         from the samples that are left."""
-        steps, size = self.steps, self.sampler.global_batch_size
+        steps, order, sampler = self.steps, self.order, self.sampler
         if self.samples is not None:
-            steps = position.step + -(-max(0, self.samples - position.samples) // size)
-        return replace(self, steps=steps, start=position)
+            left = max(0, self.samples - position.samples)
+            steps = position.step + -(-left // sampler.global_batch_size)
+        if isinstance(order, StreamOrder):
+            order = order.starting(position.stream, position.samples)
+            sampler = replace(sampler, order=order)
+        return replace(self, steps=steps, start=position, order=order, sampler=sampler)
 
     def samples_after(self, step: int) -> int:
         """Samples up to the end of a step, with those of skipped batches."""
@@ -130,16 +132,37 @@ class RunData:
         stop_requested: Callable[[], bool],
         save_requested: Callable[[], bool],
     ) -> Iterator[GlobalBatch]:
-        """This rank's part of the global batches, from `start` on."""
-        start, dataset = self.start, self.training
+        """This rank's part of the global batches, from `start` on. Of a stream, shards are tokenized
+        ahead meanwhile, and removed when all ranks have passed them."""
+        batches = self._batches(
+            ranks=ranks, stop_requested=stop_requested, save_requested=save_requested
+        )
+        order, stream, before = self.sampler.order, self.training, None
+        if not isinstance(stream, StreamingDataset) or not isinstance(order, StreamOrder):
+            yield from batches
+            return
+        with stream.training(order.first_turn):
+            for batch in batches:
+                yield replace(batch, stream=order.state(batch.samples_seen))
+                if before is not None:
+                    before.statistics.read()  # then all ranks have the samples of its step
+                    order.release(before.samples_seen)
+                before = batch
+
+    def _batches(
+        self,
+        *,
+        ranks: RankLayout,
+        stop_requested: Callable[[], bool],
+        save_requested: Callable[[], bool],
+    ) -> Iterator[GlobalBatch]:
+        start = self.start
         sampler = replace(
             self.sampler, first_step=start.step, first_sample=start.samples, steps=self.steps
         )
-        if isinstance(dataset, StreamingDataset) and isinstance(sampler, RankBatchSampler):
-            dataset = dataset.starting(sampler, start.stream)
         loader = iter(
             make_loader(
-                dataset,
+                self.training,
                 sampler,
                 self.data,
                 seed=derived_seed(self.seed, f"loader {ranks.data_parallel_rank} {start.samples}"),
@@ -162,9 +185,6 @@ class RunData:
                 tower_operations=sum(part.tower_operations for part in counted),
                 loss_weight=float(sum(part.weight for part in counted)),
             )
-            positions: dict[int, ShardPosition] = {}
-            for part in collated:
-                positions |= part.shard_positions
             yield GlobalBatch(
                 step=step + 1,
                 micro_batches=MicroBatches(
@@ -174,7 +194,6 @@ class RunData:
                 statistics=StepStatistics(totals, ranks),
                 samples_seen=self.samples_after(step + 1),
                 seconds_waited=waited,
-                stream_positions=positions,
             )
 
     @property
@@ -188,16 +207,6 @@ class RunData:
         """Digest of the order of a stream's samples; None without data.streaming."""
         return self.training.order if isinstance(self.training, StreamingDataset) else None
 
-    def stream_state(self, batch: GlobalBatch, ranks: RankLayout) -> dict[str, Any] | None:
-        """The stream's position after a batch, for a checkpoint; None without data.streaming.
-
-        Every rank must call it.
-        """
-        if not isinstance(self.training, StreamingDataset):
-            return None
-        positions, samples = batch.stream_positions, batch.samples_seen
-        return self.training.state(positions, samples=samples, ranks=ranks)
-
 
 def open_run_data(
     data: schema.Data,
@@ -208,37 +217,53 @@ def open_run_data(
     model: ModelTraits,
     ranks: RankLayout,
     build: bool,
-    skipped_rows: Path | None,
+    run_dir: Path | None = None,
 ) -> RunData:
     """Opens the data of a run on this rank. Raises RecipeError if it cannot be used.
 
-    build: tokenize what is not cached (one process per node).
-    skipped_rows is the file that lists the rows of a stream that cannot be used.
+    build: tokenize what is not cached (one process per node). run_dir: of a stream, whose shards are
+    apart from those of other runs.
     """
     tokenizer = model.tokenizer or data.tokenizer
-    stored: MapData | None = None
+    training: TrainingData
+    order: Order
     if data.builder is not None:
-        stored, validation = _open_custom(data, objective, seed=run.seed)
+        training, validation = _open_custom(data, objective, seed=run.seed)
     else:
         open_files = partial(open_dataset, data, tokenizer=tokenizer, model=model, build=build)
         validation = {
             name: open_files(files, objective=objective.for_validation(), validation=True)
             for name, files in _by_name(data.validation).items()
         }
-        if not data.streaming:
-            assert data.train is not None
+        assert data.train is not None
+        evaluated = objective.for_validation()
+        if data.streaming:
+            training = StreamingDataset(
+                data,
+                objective=objective,
+                tokenizer=tokenizer,
+                model=model,
+                seed=run.seed,
+                build=build,
+                run_dir=run_dir,
+                lists_skipped=ranks.rank == 0,
+            )
+        else:
             # Evaluations draw the same random numbers whatever the seed is
-            stored = open_files(data.train, objective=objective.with_seed(run.seed))
-            if data.validation_split is not None:
-                evaluated = objective.for_validation()
+            training = open_files(data.train, objective=objective.with_seed(run.seed))
+        if data.validation_split is not None:
+            if isinstance(training, StreamingDataset):
+                held_out = training.held_out(evaluated)
+            else:
                 held_out = open_files(data.train, objective=evaluated, held_out=True)
-                validation = {"validation": held_out}
-                if isinstance(held_out, MixtureDataset):
-                    validation = dict(held_out.parts)
-    order: Order = StreamOrder()
-    if stored is not None:
+            validation = {"validation": held_out}
+            if isinstance(held_out, MixtureDataset):
+                validation = dict(held_out.parts)
+    if isinstance(training, StreamingDataset):
+        order = StreamOrder(training)
+    else:
         order = make_order(
-            stored,
+            training,
             seed=run.seed,
             shuffle=data.shuffle,
             epochs=run.epochs,
@@ -248,32 +273,13 @@ def open_run_data(
     sampler = make_batch_sampler(
         batch,
         order=order,
-        lengths=None if stored is None else stored.lengths,
-        width=int if stored is None else stored.width,
+        lengths=training.lengths,
+        width=training.width,
         joined=data.row_length if data.joins_rows else None,
         steps=steps,
         rank=ranks.data_parallel_rank,
         ranks=ranks.data_parallel_size,
     )
-    training: TrainingData | None = stored
-    if training is None:
-        assert isinstance(data.train, tuple)
-        assert isinstance(sampler, RankBatchSampler)
-        notes: list[str] = []
-        most = data.max_document_bytes
-        training = StreamingDataset(
-            find_parts(data.train, kind=data.kind, max_document=most, notes=notes),
-            make_encoder(
-                data.kind, data, tokenizer=tokenizer, modalities=model.attachments.modalities
-            ),
-            objective=objective,
-            sampler=sampler,
-            data=data,
-            seed=run.seed,
-            model=model,
-            skipped_rows=skipped_rows,
-            file_notes=notes,
-        )
     return RunData(training, validation, order, sampler, steps, data, run.seed)
 
 

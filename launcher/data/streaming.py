@@ -1,463 +1,642 @@
-"""Documents tokenized while training, for data larger than the disk.
+"""Data that is tokenized while the run trains, for data larger than the disk.
 
-Order. The data is divided into at most SHARDS shards, each an endless stream of sequences; sequence
-k of the run is sequence k // shards of shard k % shards. A shard consists of parts: line ranges of
-a .jsonl, row groups of a .parquet, other files whole, files of a hub data set. With shuffle, each
-pass has the parts in another random order, and rows pass through a shuffle buffer, emptied at the
-end of each part. So the order follows from the files, the seed and data.shuffle_buffer.
+The files are divided into pieces: line ranges of a .jsonl, row groups of a .parquet, files of a hub
+data set, other files whole. The pieces are assigned to shards of about data.shard_size, with shuffle
+at random, so that a shard is a sample of the data. A shard is a token store like that of all data
+without streaming (`token_store.py`), and its samples come in the order of such a store. A pass over
+the data goes through all shards, with shuffle each time in another order.
 
-Reading. Process p of P (ranks times loader processes) has the samples k with k % P == p, so it
-reads every gcd(shards, P)-th shard. The number of shards is a power of two: if P is one too, and
-not larger, no two processes tokenize the same text.
-
-Resume. A checkpoint holds the positions of all shards. A resume reads one part per shard up to
-there without tokenizing it. Without saved positions everything before is tokenized again.
+While the run trains on a shard, a process of each node tokenizes the next one. A shard that no rank
+needs any more is removed. A checkpoint holds a position in the order. A resume tokenizes the shard at
+that position again if it is gone.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import copy
-import hashlib
+import heapq
 import itertools
 import json
-import math
+import logging
+import multiprocessing
+import os
 import random
+import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
-import torch
-import torch.distributed as dist
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 
-from launcher.data.attachments import Attachments, join_attachments
-from launcher.data.batching import RankBatchSampler
-from launcher.data.collation import (
-    EMPTY,
-    Collated,
-    Piece,
-    Sample,
-    Unreadable,
-    make_sample,
+from launcher.data.batching import NO_SAMPLE, Index, Order, mixture_weights
+from launcher.data.collation import Sample
+from launcher.data.dataset import (
+    MixtureDataset,
+    SampleMaker,
+    SequenceDataset,
+    joined_row,
 )
-from launcher.data.dataset import SampleMaker
-from launcher.data.documents import Encoded
-from launcher.data.encoder import Encoder, PromptForm, prompt_form
-from launcher.data.packing import first_names, no_targets
-from launcher.data.token_store import ModelTraits, check_range, one_document
-from launcher.distributed.rank_layout import RankLayout
-from launcher.errors import RecipeError, RowError
-from launcher.models.micro_batch import IGNORED
+from launcher.data.encoder import Encoder, PromptForm, make_encoder, prompt_form
+from launcher.data.held_out import CHOSEN
+from launcher.data.opening import make_dataset, make_order
+from launcher.data.packing import NothingToTrainError
+from launcher.data.token_store import (
+    ModelTraits,
+    digest_of,
+    sample_of,
+    store_content,
+    store_in,
+)
+from launcher.data.tokenizer import prepare_worker_process
+from launcher.distributed.environment import cache_folder
+from launcher.errors import RecipeError, first_line
+from launcher.models.philox import derived_seed
 from launcher.recipe import schema
-from launcher.sources.finding import content_sample
+from launcher.sources.finding import find_parts
 from launcher.sources.hub import load_data_set
-from launcher.sources.layouts import KINDS, unused_columns, unused_line
-from launcher.sources.ranges import split
-from launcher.sources.rows import Row, SourcePart, read_rows
+from launcher.sources.ranges import first_rows, split
+from launcher.sources.rows import SourcePart
 
-VERSION = 6
+logger = logging.getLogger(__name__)
+
+VERSION = 7
 """Version of the order of samples, and of its digest."""
-SHARDS = 64
-"""Most shards. More would let more ranks share the work, and make each start slower."""
-_SHARD_BYTES = 1 << 16
-"""The smallest shard, on average: small data has fewer shards."""
-_PART_BYTES = 16 * 2**20
-"""The largest part that a resume reads again, for data of up to _PARTS parts."""
-_PARTS = 1 << 14
-"""Finding where each part starts is one read of the file, on every rank."""
-_NO_TARGETS = "no token with loss within data.sequence_length"
-_DIVIDED, _LOOKED_AT = ("jsonl", "parquet"), 20
-"""Forms of files, and their first rows, that are looked at for columns that are not used."""
-_ENCODED_ROWS = 16
-"""Rows tokenized at once. More are faster per row; fewer are ready sooner."""
+_PIECES_OF_SHARD = 64
+"""A shard has about as many pieces, if the files can be divided."""
+_PIECES = 1 << 14
+"""Most pieces. Finding where each piece starts is one read of the file, on every rank."""
+_INDEX_BITS = 40
+"""An index is the turn of a shard, and in its last bits that of a sample in the shard."""
+_KEPT_BY_LOADER = 4
+"""Shards that a loader process keeps open."""
 
-ShardPosition = tuple[int, int, int, int]
-"""Where a shard's next sequence starts: pass, part in the pass, row in the part, token in it."""
-_STORED = "stored_attachments"
-"""Key of a sample with the attachments that `StreamingDataset` reads when it takes the sample."""
-_START: ShardPosition = (0, 0, 0, 0)
+Pieces = dict[str, list[SourcePart]]
+"""Parts of files, by the names of their sources; without a mixture the name is empty."""
 
 
 def assign_shards(
-    parts: Sequence[SourcePart], *, seed: int, shuffle: bool, shards: int = SHARDS
-) -> list[list[SourcePart]]:
-    """The parts of each shard. Shards have about the same number of bytes; their number is a power
-    of two, at most `shards`."""
-    parts = [part for part in parts if part.size or part.form != "text"]
-    total = sum(part.size for part in parts)
-    size = max(_SHARD_BYTES, min(_PART_BYTES, total // (4 * SHARDS)), total // _PARTS)
-    pieces = [piece for part in parts for piece in _divide(part, size)]
-    most = min(shards, len(pieces))
-    if all(part.form != "hub" for part in parts):
-        most = min(most, total // _SHARD_BYTES)
-    number = 1 << (max(1, most).bit_length() - 1)
-    if shuffle:
-        random.Random(f"parts {seed}").shuffle(pieces)
-    assigned: list[list[SourcePart]] = [[] for _ in range(number)]
-    held = [(0, 0, shard) for shard in range(number)]  # bytes, parts, shard
-    for piece in pieces:
-        held_bytes, count, shard = min(held)
-        assigned[shard].append(piece)
-        held[shard] = (held_bytes + piece.size, count + 1, shard)
-    return assigned
+    pieces: Pieces, *, shard_bytes: int, seed: int, shuffle: bool, weighted: bool = False
+) -> list[Pieces]:
+    """The pieces of each shard. Shards have about `shard_bytes`, or a larger piece.
 
-
-def _divide(part: SourcePart, size: int) -> list[SourcePart]:
-    if part.form != "hub" or part.size:  # of a folder of save_to_disk, the size is known
-        return split(part, size) if part.size > size else [part]
-    count = load_data_set(part.name, validation=part.validation, streaming=True).num_shards
-    return [replace(part, form="hub_stream", start=index, end=count) for index in range(count)]
-
-
-def _through_buffer(rows: Iterator[Row], size: int, generator: random.Random) -> Iterator[Row]:
-    """The rows in random order: each leaves a buffer of `size` rows at random."""
-    buffer = list(itertools.islice(rows, size))
-    for row in rows:
-        index = generator.randrange(size)
-        yield buffer[index]
-        buffer[index] = row
-    generator.shuffle(buffer)
-    yield from buffer
-
-
-class _Shard:
-    """Reads the sequences of a shard in order, endless, from a saved position on."""
-
-    def __init__(self, stream: StreamingDataset, number: int, *, list_bad_rows: bool) -> None:
-        self._stream, self._number, self._list_bad_rows = stream, number, list_bad_rows
-        self.position = stream.saved_positions[number]
-        self._given = _given(stream.saved_samples, number, len(stream.shards))
-        self._sequences = self._read()
-
-    def take(self, number: int) -> Sample:
-        """Sequence `number` of the shard. Skips those before it."""
-        self.skip_to(number)
-        row, self.position = next(self._sequences)
-        self._given += 1
-        return row
-
-    def skip_to(self, number: int) -> None:
-        while self._given < number:
-            self.take(self._given)
-
-    def _pass(
-        self, turn: int, first_part: int, first_row: int
-    ) -> Iterator[tuple[Encoded, tuple[int, int, int]]]:
-        """The rows of pass `turn`, each with its pass, part and row."""
-        stream, key = self._stream, f"shard {self._number} pass {turn}"
-        parts, shuffle = list(stream.shards[self._number]), stream.data.shuffle
-        if shuffle:
-            random.Random(f"{key} {stream.seed}").shuffle(parts)
-        for number in range(first_part, len(parts)):
-            encoder = stream.encoder
-            rows = read_rows(parts[number], column=encoder.text_column, arrays=encoder.reads_arrays)
-            if shuffle:
-                generator = random.Random(f"{key} part {number} {stream.seed}")
-                rows = _through_buffer(rows, stream.buffer_rows, generator)
-            rows = itertools.islice(rows, first_row, None)
-            # Attachments are decoded for their tokens, and kept until the sample needs their arrays
-            batch = 1 if encoder.modalities else _ENCODED_ROWS
-            encoded_rows = encoder.encode_rows(rows, batch_rows=batch)
-            for index, encoded in enumerate(encoded_rows, first_row):
-                yield encoded, (turn, number, index)
-            first_row = 0
-
-    def _documents(self) -> Iterator[tuple[Encoded, tuple[int, int, int]]]:
-        """The documents, each with its pass, part and row."""
-        first, part, row, token = self.position
-        # The rows before a start inside a pass are not seen, so they count as documents
-        any_document = (part, row, token) != (0, 0, 0)
-        dropped, stream = False, self._stream
-        for turn in itertools.count(first):
-            for encoded, position in self._pass(turn, part, row):
-                if encoded.problem:
-                    self._skip(encoded, listed=self._list_bad_rows and turn == 0)
-                elif encoded.ids.size:
-                    check_range(encoded, stream.model)
-                    if self._too_long(encoded, listed=self._list_bad_rows and turn == 0):
-                        dropped = True
-                        continue
-                    if not self._learnable(encoded):
-                        dropped = True
-                        if self._list_bad_rows and turn == 0:
-                            self._list(replace(encoded, problem=_NO_TARGETS))
-                        continue
-                    any_document = True
-                    yield encoded, position
-            if not any_document:
-                names = dict.fromkeys(part.name for part in stream.shards[self._number])
-                listed = first_names(names)
-                hint = "leave these files out, or use data.streaming=false"
-                what = f"data.streaming: no document with text in {listed}"
-                what = no_targets(listed, stream.data) if dropped else what
-                raise RecipeError(f"{what}; {hint}")
-            part, row, any_document = 0, 0, False
-
-    def _too_long(self, encoded: Encoded, *, listed: bool) -> bool:
-        """Whether a document is dropped for its length, which is noted. Raises RecipeError if it is
-        an error."""
-        data = self._stream.data
-        if encoded.ids.size <= data.sequence_length:
-            return False
-        size = f"{encoded.ids.size:,} tokens, more than {data.sequence_length:,}"
-        problem = f"{size} (data.sequence_length, data.overlong)"
-        if data.overlong == "error":
-            raise RecipeError(f"{encoded.row.where}: {problem}")
-        if data.drops_overlong and listed:
-            self._list(replace(encoded, problem=problem))
-        return data.drops_overlong
-
-    def _kept(self, encoded: Encoded) -> int:
-        """Tokens of a document that remain: of a kind that is cut, those of a sequence."""
-        data = self._stream.data
-        if not KINDS[data.kind].is_cut:
-            return int(encoded.ids.size)
-        return encoded.kept(data.sequence_length)
-
-    def _learnable(self, encoded: Encoded) -> bool:
-        """Whether a document has a target, after it is cut."""
-        return bool((encoded.targets[1 : self._kept(encoded) + 1] != IGNORED).any())
-
-    def _skip(self, encoded: Encoded, *, listed: bool) -> None:
-        """Raises RecipeError unless data.on_error is skip."""
-        if self._stream.data.on_error != "skip":
-            raise RecipeError(f"{encoded.row.where}: {encoded.problem}")
-        if listed:
-            self._list(encoded)
-
-    def _list(self, encoded: Encoded) -> None:
-        if self._stream.skipped_rows is not None:
-            line = json.dumps(encoded.skipped, ensure_ascii=False) + "\n"
-            with (
-                contextlib.suppress(OSError),  # such as a full disk: the row is skipped anyway
-                self._stream.skipped_rows.open("a", encoding="utf-8") as file,
-            ):
-                file.write(line)  # at once: other processes append too
-
-    def _read(self) -> Iterator[tuple[Sample, ShardPosition]]:
-        """The sequences, each with where the next one starts.
-
-        Text continues in the next sequence. Documents of other kinds start a new sequence if they
-        do not fit, and the ends of some are cut off (`RowKind.is_cut`).
-        """
-        data = self._stream.data
-        kind, length, packing = data.kind, data.sequence_length, data.packing
-        pieces: list[Piece] = []
-        attached: list[Attachments | None] = []
-        room, done = length, self.position[3]
-        for encoded, position in self._documents():
-            ids = encoded.ids[: self._kept(encoded)]
-            of_tokens = [ids, np.append(encoded.targets[1:], IGNORED)]
-            if encoded.weights is not None:
-                of_tokens.append(np.append(encoded.weights[1:], np.float32(1)))
-            whole = not (kind == "text" and packing)
-            if whole and pieces and min(len(ids), length) > room:
-                if _any_target(pieces):
-                    yield _sample(pieces, attached), (*position, 0)
-                pieces, attached, room = [], [], length
-            while done < len(ids):
-                end = done + min(room, len(ids) - done)
-                pieces.append(tuple(values[done:end] for values in of_tokens))
-                attached.append(encoded.attachments_before(end))
-                room -= end - done
-                done = len(ids) if KINDS[kind].is_cut else end
-                if room == 0 or not packing:
-                    turn, part, row = position
-                    following = (row, done) if done < len(ids) else (row + 1, 0)
-                    if _any_target(pieces):
-                        yield _sample(pieces, attached), (turn, part, *following)
-                    pieces, attached, room = [], [], length
-            done = 0
-
-
-def _sample(pieces: list[Piece], attached: list[Attachments | None]) -> Sample:
-    """The sample of pieces, with the attachments of each as `stored_attachments` if there are any. A
-    document with attachments is one piece."""
-    starts = np.cumsum([0, *(len(piece[0]) for piece in pieces)])[:-1]
-    joined = join_attachments(attached, starts.tolist())
-    sample: dict[str, Any] = make_sample(pieces)
-    return sample if joined is None else sample | {_STORED: joined}
-
-
-def _any_target(pieces: list[Piece]) -> bool:
-    return any((targets != IGNORED).any() for _, targets, *_ in pieces)
-
-
-class StreamingDataset(IterableDataset[Collated | Unreadable]):
-    """This rank's micro-batches in order; each of n loader processes yields every n-th of a step.
-
-    `positions` of its last micro-batch of a step are those of its shards after the step.
+    A shard may lack a source, unless the sources are weighted: then a source with fewer pieces than
+    there are shards has each of its pieces in several of them.
     """
+    items = [(name, part) for name, parts in pieces.items() for part in parts]
+    total = sum(_bytes(part, shard_bytes) for _, part in items)
+    number = max(1, min(len(items), -(-total // shard_bytes)))
+    groups = [[*group] for _, group in itertools.groupby(items, lambda item: item[0])]
+    shards: list[Pieces] = [{name: [] for name in pieces} for _ in range(number)]
+    for group in groups if weighted else [items]:
+        sizes = [_bytes(part, shard_bytes) for _, part in group]
+        dealt = _deal(sizes, number, seed=seed) if shuffle else _in_order(sizes, number)
+        for shard, mine in enumerate(dealt):
+            if weighted and not mine:
+                mine = [shard * len(group) // number]
+            for at in sorted(mine):
+                name, part = group[at]
+                shards[shard][name].append(part)
+    return [shard for shard in shards if any(shard.values())] or shards
 
-    packed = True
-    joined = False
-    lengths: Sequence[int] | None = None
+
+def _bytes(piece: SourcePart, shard_bytes: int) -> int:
+    """Bytes of a piece. Those of a file of a hub data set are not known, and it is a shard."""
+    return max(1, shard_bytes if piece.form == "hub_stream" else piece.size)
+
+
+def _deal(sizes: list[int], number: int, *, seed: int) -> list[list[int]]:
+    """Pieces at random, in `number` shards of about the same size."""
+    order = list(range(len(sizes)))
+    random.Random(f"pieces {seed}").shuffle(order)
+    dealt: list[list[int]] = [[] for _ in range(number)]
+    smallest = [(0, shard) for shard in range(number)]
+    for piece in order:
+        size, shard = smallest[0]
+        dealt[shard].append(piece)
+        heapq.heapreplace(smallest, (size + sizes[piece], shard))
+    return dealt
+
+
+def _in_order(sizes: list[int], number: int) -> list[list[int]]:
+    """Consecutive pieces, in up to `number` shards of about the same size."""
+    dealt: list[list[int]] = [[] for _ in range(number)]
+    starts = itertools.accumulate(sizes, initial=0)
+    for piece, start in zip(range(len(sizes)), starts, strict=False):
+        dealt[start * number // sum(sizes)].append(piece)
+    return dealt
+
+
+def _divide(file: SourcePart, size: int) -> list[SourcePart]:
+    if file.form != "hub" or file.size:  # of a folder of save_to_disk, the size is known
+        return split(file, size) if file.size > size else [file]
+    return [replace(_streamed(file), start=index) for index in range(_streamed(file).end or 0)]
+
+
+def _streamed(file: SourcePart) -> SourcePart:
+    """A hub data set whose rows are fetched as they are read; other files as they are."""
+    if file.form != "hub" or file.size:
+        return file
+    data_set = load_data_set(file.name, validation=file.validation, streaming=True)
+    return replace(file, form="hub_stream", end=data_set.num_shards)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A source of a mixture, or the only one."""
+
+    number: int
+    data: schema.Data
+    encoder: Encoder
+    files: list[SourcePart]
+    pieces: list[SourcePart]
+    sample: str
+    """See `content_sample`."""
+    content: str
+    """Digest of all that the documents depend on."""
+    notes: list[str]
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """To detect changed data, as that of a `TokenStore`, whose counts are not known here."""
+        files = {file.name: file.size for file in self.files}
+        held_out = {} if self.data.validation_split is None else {"held_out": CHOSEN}
+        return {"files": files, "sample": self.sample, **self.encoder.fingerprint(), **held_out}
+
+
+class Shard(NamedTuple):
+    """An open shard."""
+
+    dataset: SequenceDataset | MixtureDataset
+    order: Order
+    lengths: Sequence[int]
+    """Tokens of each sample."""
+
+
+class StreamingDataset:
+    """Samples of shards, with the members of `SequenceDataset`. Which shard is read at which turn, a
+    function of the seed says."""
 
     def __init__(
         self,
-        parts: Sequence[SourcePart],
-        encoder: Encoder,
+        data: schema.Data,
         *,
         objective: SampleMaker,
-        sampler: RankBatchSampler,
-        data: schema.Data,
-        seed: int,
+        tokenizer: str | None,
         model: ModelTraits,
-        skipped_rows: Path | None,
-        file_notes: Sequence[str] = (),
+        seed: int,
+        build: bool,
+        run_dir: Path | None = None,
+        lists_skipped: bool = False,
     ) -> None:
-        """file_notes: see `find_parts`. skipped_rows is the file that lists rows that cannot be used (data.on_error: skip)."""
-        self.shards = assign_shards(parts, seed=seed, shuffle=data.shuffle)
-        self.encoder, self._sampler, self.data, self.model = encoder, sampler, data, model
-        self.objective = objective
-        self._inputs = model.inputs(data.sequence_length, packed=data.packing)
-        self.seed, self.skipped_rows, self.file_notes = seed, skipped_rows, file_notes
-        self.buffer_rows = max(1, data.shuffle_buffer // len(self.shards))
-        self._files = {part.name: part.size for part in parts}
-        try:
-            sample = content_sample(parts)
-        except OSError as error:
-            raise RecipeError(f"data: {error.filename} cannot be read: {error.strerror}") from None
-        self.fingerprint = {"files": self._files, "sample": sample, **encoder.fingerprint()}
-        self.skipped: list[dict[str, str]] = []
-        form = prompt_form(encoder, parts)
-        self.prompt_forms: set[PromptForm] = set() if form is None else {form}
-        # Files by number, not by path: in another folder they have the same order
-        names = {part.name: at for at, part in enumerate(parts) if part.form != "hub" or part.size}
-        shards = [
-            [(names.get(part.name, part.name), part.start, part.size) for part in shard]
-            for shard in self.shards
-        ]
-        settings = [data.shuffle, self.buffer_rows, data.sequence_length, data.packing]
-        settings.append(data.drops_overlong)
-        order = [shards, seed, *settings, data.on_error == "skip", *encoder.identity()]
-        if data.on_error == "skip" and data.max_document != schema.Data.max_document:
-            order.append(data.max_document)  # larger documents are skipped
-        digest = hashlib.sha256(json.dumps(order).encode()).hexdigest()[:24]
-        self.order = f"{VERSION}-{digest}"
-        """Digest of all that the order of samples depends on, after its version."""
-        self.saved_samples, self.saved_positions = 0, [_START] * len(self.shards)
+        """No shard is tokenized yet. Raises RecipeError if a file cannot be used.
 
-    def starting(
-        self, sampler: RankBatchSampler, saved: Mapping[str, Any] | None
-    ) -> StreamingDataset:
-        """The same stream from the first step of `sampler` on.
-
-        saved: `state` after the step before or an earlier one. It is ignored if it is of another
-        order.
+        build: tokenize shards, and remove those that are not needed (one process per node). run_dir:
+        shards on the disk belong to this run. lists_skipped: its skipped_rows.jsonl is written here.
         """
-        other = copy.copy(self)
-        other._sampler = sampler
-        first_sample = sampler.start_of(sampler.first_step)
-        if saved and saved["order"] == self.order and saved["samples"] <= first_sample:
-            other.saved_samples = saved["samples"]
-            other.saved_positions = [(turn, *rest) for turn, *rest in saved["positions"]]
-        return other
-
-    def state(
-        self, positions: Mapping[int, ShardPosition], *, samples: int, ranks: RankLayout
-    ) -> dict[str, Any]:
-        """What `starting` needs to continue after `samples` samples. Every rank must call it.
-
-        positions: of the shards that this rank reads.
-        """
-        table = torch.full((len(self.shards), len(_START)), -1, dtype=torch.int64)
-        table[list(positions)] = torch.tensor(list(positions.values()))
-        if ranks.size > 1:  # each shard is read by some rank; those that share one agree
-            table = table.to(ranks.device)
-            dist.all_reduce(table, op=dist.ReduceOp.MAX, group=ranks.group)
-        return {"order": self.order, "samples": samples, "positions": table.tolist()}
-
-    def workers(self, wanted: int) -> int:
-        """Loader processes, up to `wanted`: a power of two that divides the micro-batches."""
-        most = 1 << wanted.bit_length() - 1 if wanted else 0
-        return most and math.gcd(self._sampler.micro_batches(0), most)
-
-    def __iter__(self) -> Iterator[Collated | Unreadable]:
-        worker = get_worker_info()
-        number, of = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        try:
-            yield from self._micro_batches(number, of)
-        except RecipeError as error:
-            yield Unreadable(str(error))
-
-    def _micro_batches(self, number: int, of: int) -> Iterator[Collated]:
-        """The micro-batches of loader process `number` of `of`, in order."""
-        sampler, shards = self._sampler, len(self.shards)
-        size, batch = sampler.micro_batch_size, sampler.global_batch_size
-        processes, own = sampler.ranks * of, number * sampler.ranks + sampler.rank
-        common = math.gcd(shards, processes)
-        # The shards with the samples k for which k % processes is `own`. One process lists the bad
-        # rows of a shard
-        mine = {
-            key: _Shard(self, key, list_bad_rows=own < common)
-            for key in range(own % common, shards, common)
+        self.data, self._objective, self._model = data, objective, model
+        self._tokenizer, self._seed, self._build = tokenizer, seed, build
+        self._skipped_rows = run_dir / "skipped_rows.jsonl" if run_dir and lists_skipped else None
+        self._sources = self._open_sources()
+        self._weights = None
+        if isinstance(data.train, dict):
+            self._weights = mixture_weights(data.train.values())
+        self._shards = assign_shards(
+            {name: source.pieces for name, source in self._sources.items()},
+            shard_bytes=data.shard_bytes,
+            seed=seed,
+            shuffle=data.shuffle,
+            weighted=self._weights is not None,
+        )
+        empty = {
+            name: objective.empty(source.data, model) for name, source in self._sources.items()
         }
-        for step in range(sampler.first_step, sampler.steps):
-            begin = sampler.start_of(step)
-            end = begin + batch
-            samples = range(begin + (own - begin) % processes, end, processes)
-            micro_batches = sampler.micro_batches(step) // of
-            for index in range(micro_batches):
-                wanted = samples[index * size : (index + 1) * size]
-                taken = (mine[sample % shards].take(sample // shards) for sample in wanted)
-                rows = [self._completed(sample) for sample in taken]
-                if index == micro_batches - 1:
-                    for key, shard in mine.items():
-                        shard.skip_to(_given(end, key, shards))
-                rows += [EMPTY] * (size - len(rows))
-                collated = self.objective.collate(rows, self._inputs)
-                positions = {key: shard.position for key, shard in mine.items()}
-                yield replace(collated, shard_positions=positions)
+        self._empty, self._none = empty, self._joined(empty)
+        self.packed, self.joined = self._none.packed, self._none.joined
+        self.width, self.unit = self._none.width, self._none.unit
+        self.collate, self.objective = self._none.collate, self._none.objective
+        self.nothing = NothingToTrainError("data: no document with text")
+        """Why the last empty shard is empty."""
+        self.sources = self._none.sources if isinstance(self._none, MixtureDataset) else ()
+        self.lengths: Sequence[int] = _Lengths(self)
+        self.skipped: list[dict[str, str]] = []
+        forms = (prompt_form(of.encoder, of.pieces) for of in self._sources.values())
+        self.prompt_forms: set[PromptForm] = {form for form in forms if form is not None}
+        self.order = f"{VERSION}-{self._order_digest()}"
+        """Digest of all that the order of samples depends on, after its version."""
+        owner = self.order if run_dir is None else str(run_dir.resolve())
+        self._root = cache_folder(data.cache) / "streams" / digest_of([owner])
+        self._opened: dict[int, Shard] = {}
+        self._said: set[str] = set()
+        self._released = -1
+        self._ahead: Any = None
+        """The process that tokenizes the next shard."""
+        self._trains = False
 
-    def _completed(self, sample: Sample) -> Sample:
-        """See `ModelAttachments.complete`. Raises RecipeError."""
-        attached: Any = sample.pop(_STORED, None)
-        ids = sample["input_ids"]
-        try:
-            return self._inputs.attachments.complete(
-                sample, one_document(ids, attached), [(0, 0, len(ids))]
+    def _open_sources(self) -> dict[str, _Source]:
+        found: dict[str, tuple[list[SourcePart], list[str]]] = {}
+        for name, data in self.data.sources().items():
+            assert isinstance(data.train, tuple)
+            notes: list[str] = []
+            most = data.max_document_bytes
+            files = find_parts(data.train, kind=data.kind, max_document=most, notes=notes)
+            found[name] = files, notes
+        total = sum(file.size for files, _ in found.values() for file in files)
+        size = max(1, self.data.shard_bytes // _PIECES_OF_SHARD, total // _PIECES)
+        sources: dict[str, _Source] = {}
+        for number, (name, data) in enumerate(self.data.sources().items()):
+            files, notes = found[name]
+            modalities = self._model.attachments.modalities
+            encoder = make_encoder(
+                data.kind, data, tokenizer=self._tokenizer, modalities=modalities
             )
-        except RowError as error:
-            raise RecipeError(f"data: {error}") from None
+            pieces = [
+                piece
+                for file in files
+                if file.size or file.form != "text"
+                for piece in _divide(file, size)
+            ]
+            if data.limit is not None:
+                pieces = [*first_rows(pieces, data.limit)]
+            sample = sample_of(files)
+            sources[name] = _Source(
+                number,
+                replace(data, limit=None),  # the pieces have these rows only
+                encoder,
+                [*map(_streamed, files)],
+                pieces,
+                sample,
+                digest_of(store_content(files, sample, encoder, data)),
+                notes,
+            )
+        return sources
+
+    def _order_digest(self) -> str:
+        """Files by number, not by path: in another folder they have the same order."""
+        data = self.data
+        order: list[object] = [self._seed, data.shuffle, data.similar_lengths, data.packing]
+        order += [data.sequence_length, data.validation_split, self._weights]
+        for name, source in self._sources.items():
+            numbers = {file.name: at for at, file in enumerate(source.files) if file.size}
+            shards = [
+                [
+                    (numbers.get(part.name, part.name), part.start, part.size, part.most)
+                    for part in shard[name]
+                ]
+                for shard in self._shards
+            ]
+            settings: list[object] = [source.data.on_error, source.data.drops_overlong]
+            if source.data.on_error == "skip":
+                settings.append(source.data.max_document)  # larger documents are skipped
+            order += [shards, settings, *source.encoder.identity()]
+        return digest_of(order)
+
+    def _joined(self, parts: dict[str, SequenceDataset]) -> SequenceDataset | MixtureDataset:
+        if isinstance(self.data.train, dict):
+            return MixtureDataset(parts, self._weights)
+        return parts[""]
+
+    # Samples
+
+    def __getitem__(self, index: Index) -> Sample:
+        """The sample of an index. Of several indices: one row of their samples."""
+        if isinstance(index, tuple):
+            inputs = next(iter(self._empty.values())).inputs
+            return joined_row([self[each] for each in index or (NO_SAMPLE,)], inputs)
+        if index == NO_SAMPLE:
+            return self._none[NO_SAMPLE]
+        shard, sample = self.located(index)
+        return shard.dataset[sample]
+
+    def located(self, index: int) -> tuple[Shard, int]:
+        """The shard of a sample, and its index there."""
+        return self.shard(index >> _INDEX_BITS), index & ((1 << _INDEX_BITS) - 1)
+
+    @property
+    def shards(self) -> int:
+        """Their number."""
+        return len(self._shards)
+
+    def size(self, turn: int) -> int:
+        """Samples of the shard at a turn."""
+        return len(self.shard(turn).dataset)
+
+    def index(self, turn: int, position: int) -> int:
+        """The sample at a position of the shard at a turn."""
+        shard = self.shard(turn)
+        before = turn // len(self._shards) * len(shard.dataset)  # of earlier passes
+        return turn << _INDEX_BITS | shard.order.sample(before + position)
+
+    def turn(self, finished: int, place: int) -> int:
+        """The turn of the shard at a place of the pass after `finished` ones."""
+        return finished * len(self._shards) + min(place, len(self._shards) - 1)
+
+    def place(self, turn: int) -> tuple[int, int]:
+        """The passes before a turn, and the place of its shard in the pass."""
+        return divmod(turn, len(self._shards))
+
+    # Shards
+
+    def _number(self, turn: int) -> int:
+        """Which shard is read at a turn."""
+        finished, place = self.place(turn)
+        numbers = list(range(len(self._shards)))
+        if self.data.shuffle:
+            random.Random(f"pass {finished} {self._seed}").shuffle(numbers)
+        return numbers[place]
+
+    def _folder(self, number: int) -> Path:
+        parts = [
+            [self._sources[name].content, [(p.name, p.start, p.end, p.most) for p in pieces]]
+            for name, pieces in self._shards[number].items()
+        ]
+        return self._root / f"{number:05}-{digest_of([*parts])}"
+
+    def shard(self, turn: int) -> Shard:
+        """The shard at a turn. In the process that builds, it is tokenized now if it is not there;
+        other ranks wait for it. Raises RecipeError."""
+        if turn in self._opened:
+            return self._opened[turn]
+        number, in_loader = self._number(turn), get_worker_info() is not None
+        if in_loader and not self._folder(number).is_dir():
+            gone = f"{self._folder(number)} was removed while the run needs it"
+            raise RecipeError(f"data.cache: {gone}; start it again")
+        known = next((each for each in self._opened if self._number(each) == number), None)
+        if known is not None:
+            shard = self._opened[known]
+        else:
+            shard = self._open(number, build=self._build and not in_loader)
+        self._opened[turn] = shard
+        if in_loader:
+            for old in sorted(self._opened)[:-_KEPT_BY_LOADER]:
+                del self._opened[old]
+            return shard
+        if known is None:
+            self._announce(turn, shard.dataset)
+        if self._trains:
+            self._tokenize_ahead(turn + 1)
+        return shard
+
+    def _open(self, number: int, *, build: bool) -> Shard:
+        seed = self._seed if number == 0 else derived_seed(self._seed, f"shard {number}")
+        objective = self._objective.with_seed(seed)
+        dataset = self._dataset(number, objective, build=build)
+        order = make_order(
+            dataset,
+            seed=seed,
+            shuffle=self.data.shuffle,
+            epochs=None,
+            similar_lengths=self.data.similar_lengths and len(dataset) > 0,
+        )
+        lengths = dataset.lengths
+        assert lengths is not None
+        return Shard(dataset, order, lengths)
+
+    def _dataset(
+        self, number: int, objective: SampleMaker, *, build: bool, held_out: bool = False
+    ) -> SequenceDataset | MixtureDataset:
+        several = len(self._shards) > 1
+        parts: dict[str, SequenceDataset] = {}
+        for name, source in self._sources.items():
+            pieces, store = self._shards[number][name], self._empty[name].store
+            try:
+                if pieces:
+                    store = store_in(
+                        self._folder(number) / str(source.number),
+                        pieces,
+                        source.encoder,
+                        source.data,
+                        model=self._model,
+                        build=build,
+                        files=source.files,
+                        may_be_empty=several,
+                    )
+                    store = replace(store, file_notes=source.notes)
+                parts[name] = make_dataset(
+                    store,
+                    source.data,
+                    objective=objective,
+                    tokenizer=self._tokenizer,
+                    model=self._model,
+                    held_out=held_out,
+                    of_shard=several,
+                )
+            except NothingToTrainError as error:
+                if not several or self._weights is not None:
+                    raise
+                self.nothing = error
+                parts[name] = replace(self._empty[name], store=store)
+        return self._joined(parts)
+
+    def held_out(self, objective: SampleMaker) -> SequenceDataset | MixtureDataset:
+        """The documents that are held out (data.validation_split) of the shard that is read first.
+        Those of the other shards are not trained on either."""
+        dataset = self._dataset(self._number(0), objective, build=self._build, held_out=True)
+        parts = dataset.parts if isinstance(dataset, MixtureDataset) else {"": dataset}
+        for name, part in parts.items():
+            if not len(part):
+                where = f"source {name} of the first shard" if name else "the first shard"
+                what = f"no document of {where} with a token with loss is held out"
+                hint = "raise it, or data.shard_size, or give data.validation"
+                raise RecipeError(f"data.validation_split: {what}; {hint}")
+        return dataset
+
+    def _announce(self, turn: int, dataset: SequenceDataset | MixtureDataset) -> None:
+        """Logs what is in a shard, and lists its rows that cannot be used."""
+        finished, place = self.place(turn)
+        title = f"shard {place + 1} of {len(self._shards)}, pass {finished + 1}"
+        size, *others = dataset.describe()
+        new = [line for line in others if line not in self._said]
+        self._said |= {*others}
+        logger.info("\n".join([f"{title}: {size}", *new]))
+        if self._skipped_rows is None or not (skipped := dataset.skipped):
+            return
+        lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in skipped)
+        with (
+            contextlib.suppress(OSError),  # such as a full disk: the rows are skipped anyway
+            self._skipped_rows.open("a+", encoding="utf-8") as file,
+        ):
+            file.seek(0)
+            listed = {*file}  # a resume opens a shard again
+            file.writelines(line for line in lines if line not in listed)
+
+    # Ahead of the run
+
+    @contextlib.contextmanager
+    def training(self, turn: int) -> Iterator[None]:
+        """While the run trains from the shard at `turn` on, the next shards are tokenized ahead."""
+        self._released = -1
+        self.release(turn)
+        self._trains = self._build
+        try:
+            yield
+        finally:
+            self._trains = False
+            self._stop_ahead()
+
+    def _tokenize_ahead(self, turn: int) -> None:
+        number = self._number(turn)
+        if any(self._number(opened) == number for opened in self._opened):
+            return
+        self._stop_ahead()
+        fork = multiprocessing.get_context("fork")
+        self._ahead = fork.Process(target=self._run_ahead, args=(number,), name=f"shard {number}")
+        self._ahead.start()
+        # The interpreter waits at its end for processes that may have some of their own
+        atexit.register(self._ahead.kill)
+
+    def _run_ahead(self, number: int) -> None:
+        """Tokenizes a shard in a process of its own. If it fails, the run tries it again when it needs
+        the shard, and reports the error."""
+        prepare_worker_process(0)
+        os.nice(5)
+        logging.disable(logging.INFO)
+        try:
+            self._dataset(number, self._objective, build=True)
+        except Exception as error:
+            logger.warning(f"the next shard cannot be tokenized: {first_line(error)}")
+
+    def _stop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.kill()
+            self._ahead.join()
+            atexit.unregister(self._ahead.kill)
+            self._ahead = None
+
+    def release(self, turn: int) -> None:
+        """Forgets the shards before a turn, which no rank needs any more, and removes them from the
+        disk."""
+        if turn == self._released:
+            return
+        self._released = turn
+        self._opened = {at: shard for at, shard in self._opened.items() if at >= turn}
+        if not self._build:
+            return
+        needed = {turn, *self._opened}
+        needed |= {max(needed) + 1} | ({0} if self.data.validation_split is not None else set())
+        names = {self._folder(self._number(each)).name for each in needed}
+        with contextlib.suppress(FileNotFoundError):
+            for name in os.listdir(self._root):
+                if name not in names:
+                    shutil.rmtree(self._root / name, ignore_errors=True)
+
+    # For the log and checkpoints
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """See `TokenStore`; of a mixture, those of the sources by name."""
+        found = {name: source.fingerprint for name, source in self._sources.items()}
+        return {"parts": found} if isinstance(self.data.train, dict) else found[""]
 
     def describe(self) -> list[str]:
-        """Lines for the log. The first is about the size."""
-        data, shards, ranks = self.data, len(self.shards), self._sampler.ranks
-        divided = math.gcd(shards, ranks)
-        lines = [
-            f"streaming {len(self._files):,} files ({sum(self._files.values()) / 2**20:,.1f} MiB), "
-            f"{sum(map(len, self.shards)):,} parts in {shards} shards, sequences of up to "
-            f"{data.sequence_length}, {'' if data.packing else 'not '}packed; each rank reads "
-            f"{shards // divided} shards"
+        """Lines for the log."""
+        files = [file for source in self._sources.values() for file in source.files]
+        size, shards = sum(file.size for file in files) / 2**20, len(self._shards)
+        of = "in 1 shard" if shards == 1 else f"in {shards:,} shards"
+        return [
+            f"streaming {len(files):,} files ({size:,.1f} MiB) {of} of about "
+            f"{self.data.shard_size} (data.shard_size), {self._none.unit} in sequences of up to "
+            f"{self.data.sequence_length} tokens"
         ]
-        if divided < ranks:
-            hint = "use a power of two of ranks, or more or larger .jsonl or .parquet files"
-            lines.append(
-                f"note: each shard is tokenized by {ranks // divided} ranks; to share the work "
-                f"better, {hint}, up to {SHARDS} shards"
-            )
-        lines += [*self.encoder.notes, *self.file_notes]
-        if unused := self._unused():
-            lines.append(f"note: {unused_line(unused)}")
-        return lines
-
-    def _unused(self) -> list[str]:
-        """The columns that are not used in the first rows of a file of lines or row groups."""
-        unused: list[str] = []
-        parts = (part for shard in self.shards for part in shard)
-        part = next((part for part in parts if part.form in _DIVIDED), None)
-        for row in itertools.islice(read_rows(part), _LOOKED_AT) if part is not None else ():
-            with contextlib.suppress(RowError):  # reported when the row is read
-                found, values = self.encoder.match(row.values or {})
-                rest = unused_columns(values, found, self.encoder.ignored)
-                unused += [column for column, _ in rest if column not in unused]
-        return unused
 
 
-def _given(samples: int, shard: int, shards: int) -> int:
-    """Sequences of a shard among the first `samples` samples of the run."""
-    return (samples - shard + shards - 1) // shards
+class _Lengths(Sequence[int]):
+    """Tokens of the samples of a stream, by their indices."""
+
+    def __init__(self, stream: StreamingDataset) -> None:
+        self._stream = stream
+
+    def __len__(self) -> int:
+        return sys.maxsize  # an index is less, so that `index % len` is the index
+
+    def __getitem__(self, index: Any) -> Any:
+        shard, sample = self._stream.located(index)
+        return shard.lengths[sample % len(shard.lengths)]
+
+
+class StreamOrder:
+    """The order of a stream: the samples of its shards, one shard after another."""
+
+    samples = 0
+    """Not known."""
+    epochs = None
+
+    def __init__(self, stream: StreamingDataset, *, turn: int = 0, first: int = 0) -> None:
+        """first: the global position of the first sample of the shard at `turn`."""
+        self._stream = stream
+        self._firsts = {turn: first}
+        """The global position of the first sample of shards, by their turns in order."""
+
+    @property
+    def digest(self) -> str:
+        """Of all that the order depends on, after its version."""
+        return self._stream.order
+
+    @property
+    def first_turn(self) -> int:
+        """The turn of the first shard that may be needed."""
+        return next(iter(self._firsts))
+
+    def sample(self, position: int) -> int:
+        """Index of the sample at a global position."""
+        turn = self._turn(position)
+        return self._stream.index(turn, position - self._firsts[turn])
+
+    def _turn(self, position: int, *, release: bool = False) -> int:
+        empty = 0
+        while True:
+            newest, first = next(reversed(self._firsts.items()))
+            size = self._stream.size(newest)
+            if position < first + size:
+                break
+            empty = 0 if size else empty + 1
+            if empty == self._stream.shards:
+                raise self._stream.nothing
+            self._firsts[newest + 1] = first + size
+            if release:
+                self.release(first + size)
+        return max(turn for turn, first in self._firsts.items() if first <= position)
+
+    def skip_to(self, position: int) -> None:
+        """Goes through the shards before a global position, and removes each of them from the disk
+        then: for a process that has the stream for itself."""
+        self._turn(position, release=True)
+
+    def _place(self, position: int) -> tuple[int, int]:
+        """The turn of the shard with the sample at a global position, and the place of the sample
+        there. The sample before it was given. Opens no shard."""
+        known = [turn for turn, first in self._firsts.items() if first < position]
+        turn = max(known, default=self.first_turn)
+        place = position - self._firsts[turn]
+        if place < self._stream.size(turn):
+            return turn, place
+        self._firsts.setdefault(turn + 1, position)
+        return turn + 1, 0
+
+    def release(self, position: int) -> None:
+        """All ranks have the samples before a global position."""
+        turn, _ = self._place(position)
+        self._firsts = {at: first for at, first in self._firsts.items() if at >= turn}
+        self._stream.release(turn)
+
+    def state(self, position: int) -> dict[str, Any]:
+        """What `starting` needs to continue after the first `position` samples of the run."""
+        turn, sample = self._place(position)
+        finished, place = self._stream.place(turn)
+        at = {"pass": finished, "shard": place, "sample": sample}
+        return {"order": self._stream.order, "samples": position, **at}
+
+    def starting(self, saved: Mapping[str, Any] | None, position: int) -> StreamOrder:
+        """The order from a global position on. saved: `state` at it or at an earlier one; of another
+        order, the position is taken for the same pass, shard and sample of this one. None, or of an
+        earlier version: the order starts at the position."""
+        if saved is None or "sample" not in saved:
+            return StreamOrder(self._stream, first=position)
+        turn = self._stream.turn(saved["pass"], saved["shard"])
+        return StreamOrder(self._stream, turn=turn, first=saved["samples"] - saved["sample"])
+
+    def epochs_seen(self, positions: int) -> list[float]:
+        """Nothing is known of the length of a stream."""
+        return []

@@ -183,6 +183,8 @@ class TokenStore:
     """What to say of the files: see `find_parts`."""
     prompt_form: PromptForm | None = None
     folder: Path | None = None
+    files: list[SourcePart] = field(default_factory=list)
+    """The files whose rows the documents are, by the numbers in `origins`."""
     fingerprint: dict[str, Any] = field(default_factory=dict)
     """To detect changed data: `files` (bytes by name), `documents`, `tokens`, and checksums of the
     `content`, `tokenizer` and `chat_template`."""
@@ -244,53 +246,103 @@ def open_store(
     """
     modalities = model.attachments.modalities
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer, modalities=modalities)
-    most = data.max_document_bytes
     notes: list[str] = []
     parts = find_parts(
-        patterns, kind=data.kind, validation=validation, max_document=most, notes=notes
+        patterns,
+        kind=data.kind,
+        validation=validation,
+        max_document=data.max_document_bytes,
+        notes=notes,
     )
-    limit = None if validation else data.limit
+    if validation:
+        data = replace(data, limit=None)
+    content = store_content(parts, sample_of(parts), encoder, data)
+    folder = cache_folder(data.cache) / digest_of(content)
+    store = store_in(folder, parts, encoder, data, model=model, build=build)
+    return replace(store, file_notes=notes)
+
+
+def sample_of(files: list[SourcePart]) -> str:
+    """See `content_sample`. Raises RecipeError if a file cannot be read."""
     try:
-        files = [file_states(parts), content_sample(parts)]
+        return content_sample(files)
     except OSError as error:
         raise RecipeError(f"data: {error.filename} cannot be read: {error.strerror}") from None
-    content = [_FORMAT, encoder.identity(), data.on_error, *files]
-    content += [] if limit is None else [limit]
-    content += [] if data.on_error == "fail" else [most]  # those rows are not in the store
-    name = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
-    folder = cache_folder(data.cache) / name
-    refused = folder.with_name(f"{name}.refused.json")
+
+
+def store_content(
+    files: list[SourcePart], sample: str, encoder: Encoder, data: schema.Data
+) -> list[object]:
+    """All that the documents of whole files depend on. sample: `sample_of` the files."""
+    content = [_FORMAT, encoder.identity(), data.on_error, file_states(files), sample]
+    content += [] if data.limit is None else [data.limit]
+    # Rows that are larger are not in the store
+    return content + ([] if data.on_error == "fail" else [data.max_document_bytes])
+
+
+def digest_of(content: list[object]) -> str:
+    """The name of a store with this content."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:24]
+
+
+def store_in(
+    folder: Path,
+    parts: list[SourcePart],
+    encoder: Encoder,
+    data: schema.Data,
+    *,
+    model: ModelTraits,
+    build: bool,
+    files: list[SourcePart] | None = None,
+    may_be_empty: bool = False,
+) -> TokenStore:
+    """The store in `folder`, with the documents of `parts`. See `open_store`.
+
+    files: the whole files that `parts` are of; None: `parts`. may_be_empty: parts without a document
+    are no error.
+    """
+    refused = folder.with_name(f"{folder.name}.refused.json")
     _refuse_again(refused, model)
+    files = parts if files is None else files
     lock = _wait(folder, build=build)
     if lock is not None:
         try:
-            scratch = folder.with_name(f".{name}-{lock.name}")
+            scratch = folder.with_name(f".{folder.name}-{lock.name}")
             remove_damaged(folder, scratch.with_name(f"{scratch.name}-damaged"))
             if not folder.is_dir():
-                data = replace(data, limit=limit)
                 try:
-                    _build(folder, scratch, parts, encoder, data, model=model, lock=lock)
+                    _build(
+                        folder,
+                        scratch,
+                        parts,
+                        encoder,
+                        data,
+                        files=files,
+                        model=model,
+                        lock=lock,
+                        may_be_empty=may_be_empty,
+                    )
                 except OutOfRangeError as error:
                     with contextlib.suppress(OSError):
                         replace_text(refused, json.dumps([*model.range, str(error)]))
                     raise
         finally:
             lock.release()
-    store = replace(_load(folder, parts, encoder), file_notes=notes)
+    store = _load(folder, files, encoder)
     if _out_of_range(store, model) and build:  # its error ends the ranks that do not build
         number = _first_out_of_range(store, model)
         tokens = slice(*store.offsets[number : number + 2])
         largest = max(int(store.ids[tokens].max()), int(store.targets[tokens].max()))
         class_number = None if store.classes is None else int(store.classes[number])
-        _check_range(origin_of(store, number, parts), largest, class_number, model)
+        _check_range(origin_of(store, number), largest, class_number, model)
     return store
 
 
-def origin_of(store: TokenStore, number: int, parts: list[SourcePart]) -> Row:
-    """The row of a document of a store, without its values. parts: those of the store's files."""
+def origin_of(store: TokenStore, number: int) -> Row:
+    """The row of a document of a store, without its values."""
     assert store.origins is not None
     file, of_part, start = store.origins[number].tolist()
-    return Row(replace(parts[file], start=start), of_part, None)
+    return Row(replace(store.files[file], start=start), of_part, None)
 
 
 class OutOfRangeError(RecipeError):
@@ -343,21 +395,16 @@ class DocumentRow(NamedTuple):
 
 def rows_of_documents(
     store: TokenStore,
-    patterns: tuple[str, ...],
     data: schema.Data,
     wanted: set[int],
     *,
     tokenizer: str | None,
     modalities: tuple[Modality, ...] = (),
-    validation: bool = False,
 ) -> dict[int, DocumentRow]:
     """The rows of documents of a store, by the documents' numbers. Reads these rows again, and of
     their files what comes before them in the same part."""
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer, modalities=modalities)
-    parts = find_parts(
-        patterns, kind=data.kind, validation=validation, max_document=data.max_document_bytes
-    )
-    origins = {number: origin_of(store, number, parts) for number in sorted(wanted)}
+    origins = {number: origin_of(store, number) for number in sorted(wanted)}
     found: dict[int, DocumentRow] = {}
     for part, of_part in itertools.groupby(origins.items(), lambda item: item[1].part):
         numbers: dict[int, list[int]] = {}
@@ -437,20 +484,23 @@ def _build(
     encoder: Encoder,
     data: schema.Data,
     *,
+    files: list[SourcePart],
     model: ModelTraits,
     lock: Ownership,
+    may_be_empty: bool,
 ) -> None:
     """Tokenizes into `scratch`, which becomes `folder`. If this process is killed or interrupted,
     what it had noted stays there, and the next one continues after it."""
     size = sum(part.size for part in parts) / 2**20
-    what = "1 file" if len(parts) == 1 else f"{len(parts)} files"
+    names = [*dict.fromkeys(part.name for part in parts)]
+    what = "1 file" if len(names) == 1 else f"{len(names)} files"
     logger.info(f"tokenizing {what} ({size:.1f} MiB)")
     started, keep, tasks = time.monotonic(), True, _tasks(parts, data.limit)
     try:
         with _continued(folder, scratch, len(tasks), lock) as writer:
-            files = {part.name: number for number, part in enumerate(parts)}
+            numbers = {file.name: number for number, file in enumerate(files)}
             made = _tokenize(
-                tasks, encoder, data, files=files, model=model, done=writer.done, spill=scratch
+                tasks, encoder, data, files=numbers, model=model, done=writer.done, spill=scratch
             )
             for stores in made:
                 for store in stores:
@@ -459,7 +509,7 @@ def _build(
                 writer.part_done()
             meta = writer.finish()
         keep = False
-        if not meta["documents"]:
+        if not meta["documents"] and not may_be_empty:
             problem, skipped = f"data: no document with text in {len(parts)} files", meta["skipped"]
             if skipped:
                 listed = problem_lines(skipped, rows=len(skipped))
@@ -471,7 +521,7 @@ def _build(
             f"tokenized {meta['documents']:,} documents, {meta['tokens']:,} tokens in "
             f"{seconds:.1f} s ({meta['tokens'] / seconds:,.0f} tokens/s){empty}"
         )
-        about: dict[str, Any] = {"kind": encoder.kind, "files": [part.name for part in parts]}
+        about: dict[str, Any] = {"kind": encoder.kind, "files": names}
         about["prompt_form"] = prompt_form(encoder, parts)
         (scratch / "meta.json").write_text(json.dumps(about | meta), encoding="utf-8")
         commit(scratch, folder)
@@ -515,24 +565,31 @@ def _continued(folder: Path, scratch: Path, tasks: int, lock: Ownership) -> Stor
     return writer
 
 
-def _load(folder: Path, parts: list[SourcePart], encoder: Encoder) -> TokenStore:
-    labels = folder / "labels.bin"
-    attachments, data = folder / "attachments.bin", folder / "attachment_data.bin"
+def _load(folder: Path, files: list[SourcePart], encoder: Encoder) -> TokenStore:
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    files = {part.name: part.size for part in parts}
+    sizes = {file.name: file.size for file in files}
     counts = {name: meta[name] for name in ("documents", "tokens", "content")}
     offsets = np.load(folder / "offsets.npy")
+
+    def mapped(name: str, dtype: type | np.dtype[Any]) -> Any:
+        file = folder / name
+        if not meta["documents"]:  # an empty file cannot be mapped
+            return np.zeros(0, dtype=dtype)
+        return MappedArray(file, dtype=dtype, mode="r") if file.exists() else None
+
+    attachments = folder / "attachments.bin"
     return TokenStore(
-        ids=MappedArray(folder / "ids.bin", dtype=np.int32, mode="r"),
-        labels=MappedArray(labels, dtype=np.int32, mode="r") if labels.exists() else None,
+        ids=mapped("ids.bin", np.int32),
+        labels=mapped("labels.bin", np.int32),
         offsets=offsets,
         **stored_columns(folder, encoder.kind, offsets),
-        hashes=MappedArray(folder / "hashes.bin", dtype=np.uint64, mode="r"),
-        origins=MappedArray(folder / "origins.bin", dtype=ORIGIN, mode="r"),
+        hashes=mapped("hashes.bin", np.uint64),
+        origins=mapped("origins.bin", ORIGIN),
         attachments=np.fromfile(attachments, dtype=ATTACHMENT) if attachments.exists() else None,
-        attachment_data=MappedArray(data, dtype=np.uint8, mode="r") if data.exists() else None,
+        attachment_data=mapped("attachment_data.bin", np.uint8),
         folder=folder,
-        fingerprint={"files": files, **encoder.fingerprint(), **counts},
+        files=files,
+        fingerprint={"files": sizes, **encoder.fingerprint(), **counts},
         notes=encoder.notes,
         prompt_form=meta["prompt_form"],
         **{name: meta[name] for name in ("largest_id", "skipped", "unused", *COUNTS)},
@@ -604,7 +661,11 @@ def _tokenize(
 def _tasks(parts: list[SourcePart], limit: int | None) -> list[list[SourcePart]]:
     """Consecutive parts of about _TASK_BYTES: large files are split, small ones grouped. They have
     the first `limit` rows."""
-    pieces = [piece for part in parts for piece in split(part, _TASK_BYTES)]
+    pieces = [
+        piece
+        for part in parts
+        for piece in ([part] if part.most is not None else split(part, _TASK_BYTES))
+    ]
     if limit is not None:
         pieces = list(first_rows(pieces, limit))
     starts = itertools.accumulate((piece.size for piece in pieces), initial=0)

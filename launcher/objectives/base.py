@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, cast
 
 import numpy as np
@@ -20,10 +20,16 @@ from torch import nn
 from launcher.data.collation import Collated, RowInputs, Sample, make_sample
 from launcher.data.custom import CustomData
 from launcher.data.dataset import MapData, SequenceDataset
-from launcher.data.packing import Integers, Sequences, first_names, no_targets, pack
+from launcher.data.packing import (
+    Integers,
+    NothingToTrainError,
+    Sequences,
+    first_names,
+    no_targets,
+    pack,
+)
 from launcher.data.streaming import StreamingDataset
 from launcher.data.token_store import ModelTraits, TokenStore
-from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.recipe import schema
 from launcher.sources.layouts import ATTACHMENTS
@@ -165,15 +171,28 @@ class Objective(ABC):
         *,
         documents: Integers | None = None,
     ) -> SequenceDataset:
-        """Packs all documents of a store, or those with the numbers `documents`. Raises RecipeError
-        if no token has loss."""
+        """Packs all documents of a store, or those with the numbers `documents`. Raises
+        NothingToTrainError if no token has loss."""
+        names = first_names(store.fingerprint.get("files", ()))
+        if not (store.documents if documents is None else len(documents)):
+            raise NothingToTrainError(f"data: no document with text in {names}")
         sequences = self.pack(store, data, documents)
         if self.packs_documents and not sequences.targets:
-            names = store.fingerprint.get("files", ())
-            raise RecipeError(no_targets(first_names(names), data))
+            raise NothingToTrainError(no_targets(names, data))
+        return replace(
+            self.empty(data, model), store=store, sequences=sequences, documents=documents
+        )
+
+    def empty(self, data: schema.Data, model: ModelTraits) -> SequenceDataset:
+        """A data set without samples."""
         packed = data.packing and self.packs_documents and not data.joins_rows
         inputs = model.inputs(data.row_length, packed=packed, joined=data.joins_rows)
-        return SequenceDataset(store, sequences, self.for_model(data, model), inputs, documents)
+        none = np.zeros(0, dtype=np.int64)
+        store = TokenStore(
+            ids=np.zeros(0, dtype=np.int32), labels=None, offsets=np.zeros(1, np.int64)
+        )
+        sequences = Sequences(none, none, np.zeros(1, dtype=np.int64), 0)
+        return SequenceDataset(store, sequences, self.for_model(data, model), inputs)
 
     def pack(self, store: TokenStore, data: schema.Data, documents: Integers | None) -> Sequences:
         """The sequences of a store."""

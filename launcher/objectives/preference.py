@@ -68,7 +68,7 @@ class Preference(Pairs, Answers):
 
 def compares(settings: schema.Preference) -> bool:
     """Whether the loss compares with the log-probabilities by the initial weights."""
-    return settings.loss not in ("simpo", "orpo")
+    return settings.loss not in schema.WITHOUT_REFERENCE
 
 
 def pair_losses(

@@ -32,7 +32,6 @@ NAMES = {
     "data.prefetch_factor": "dataloader_prefetch_factor",
     "data.processes": "dataset_num_proc dataset_processes preprocessing_num_workers",
     "data.shuffle": "shuffle_merged_datasets shuffle_dataset disable_shuffling",
-    "data.shuffle_buffer": "buffer_size",
     "data.similar_lengths": "group_by_length",
     "data.system": "default_system default_system_message",
     "data.system_column": "field_system",
@@ -191,6 +190,7 @@ NEEDLESS = {
     "hf_mlflow_log_artifacts eval_table_size generate_samples log_peak_memory_stats metric_logger",
     "`hf upload` sends RUN_DIR/hf to the hub": "push_to_hub hub_model_id hub_strategy hub_token "
     "hub_private_repo hub_revision hub_always_push hf_hub_token ms_hub_token om_hub_token push_dataset_to_hub hf_use_auth_token",
+    "data.shuffle shuffles each shard of a stream whole": "shuffle_buffer buffer_size",
     "data are tokenized once, into data.cache": "dataset_prepared_path skip_prepare_dataset "
     "overwrite_cache preprocessing_batch_size tokenized_path dataset_keep_in_memory cache_dir "
     "sample_packing_eff_est total_num_tokens streaming_multipack_buffer_size "

@@ -21,7 +21,7 @@ from launcher.libraries.extras import missing_extra
 from launcher.recipe.decode import KeyPath, Problem, default_of, plain_value, value_of
 from launcher.recipe.model_config import change_problems, config_problems, of_text, size_problems
 from launcher.recipe.objectives import OBJECTIVES, objective_of
-from launcher.recipe.schema import Data, Recipe, Source
+from launcher.recipe.schema import WITHOUT_REFERENCE, Data, Recipe, Source
 from launcher.recipe.section import AutoInt
 from launcher.recipe.template_names import template_problem
 from launcher.sources.adapter import ADAPTER_CONFIG
@@ -125,14 +125,8 @@ NEEDS: tuple[Needs, ...] = (
         "data.builder",
         False,
     ),
-    Needs(
-        "data.validation_split data.limit data.similar_lengths run.epochs evaluation.every_epochs "
-        "checkpoint.every_epochs batch.micro_batch_tokens",
-        "data.streaming",
-        False,
-    ),
-    Needs("data.shuffle_buffer", "data.streaming", True),
-    Needs("data.streaming", "data.kind", _OF_TOKENS),
+    Needs("run.epochs evaluation.every_epochs checkpoint.every_epochs", "data.streaming", False),
+    Needs("data.shard_size", "data.streaming", True),
     *(Needs(f"data.{key}", "data.kind", _kinds_with(role)) for role, key in KEYS.items()),
     Needs("data.labels", "data.kind", _kinds(lambda kind: kind.loss_on == "class")),
     Needs(
@@ -144,7 +138,7 @@ NEEDS: tuple[Needs, ...] = (
     Needs("data.prompt_format", "data.kind", _kinds(lambda kind: kind.answers)),
     Needs("data.margin_column", "model.task", "reward"),
     Needs("data.mask_probability", "model.task", "masked_lm"),
-    Needs("lora data.streaming data.weights_column", "model.task", _NOT_MASKED),
+    Needs("lora data.weights_column", "model.task", _NOT_MASKED),
     # Objectives
     Needs("objective", "model.task", "causal_lm masked_lm"),
     Needs("preference kto distillation", "model.task", "causal_lm"),
@@ -159,7 +153,7 @@ NEEDS: tuple[Needs, ...] = (
     Needs("preference.label_smoothing", "preference.loss", "robust"),
     Needs("preference.loss=robust", "preference.label_smoothing", True, " above 0; else use dpo"),
     Needs("preference.margin", "preference.loss", "simpo"),
-    Needs("distillation", "data.streaming model.new_tokens", False),
+    Needs("distillation", "model.new_tokens", False),
     Needs("distillation", "model.chunked_loss", True),
     # Strategy
     Needs(
@@ -460,19 +454,32 @@ def kinds_of(recipe: Recipe) -> set[str]:
     return {kind for _, _, kind in _sections(recipe)}
 
 
-def _mixture(recipe: Recipe) -> Found:
-    train, streaming = recipe.data.train, recipe.data.streaming
-    if not isinstance(train, dict):
-        for name in train or ():
-            if streaming and "[" in name and is_hub_id(name):
+def _streaming(recipe: Recipe) -> Found:
+    data, preference = recipe.data, recipe.preference
+    if not data.streaming:
+        return
+    for source in data.sources().values():
+        for name in source.train if isinstance(source.train, tuple) else ():
+            if "[" in name and is_hub_id(name):
                 what = f"{name}: a slice is not available with data.streaming"
                 yield "data.train", "slice-of-stream", what
+    what = "not available with data.streaming: a pass over all data before training computes what "
+    what += "the loss compares with"
+    if preference is not None and preference.loss not in WITHOUT_REFERENCE:
+        hint = f"{what}; {' and '.join(WITHOUT_REFERENCE)} need none"
+        yield "preference.loss", "pass-not-with-data.streaming", hint
+    for name in ("kto", "distillation"):
+        if getattr(recipe, name) is not None:
+            yield name, "pass-not-with-data.streaming", what
+
+
+def _mixture(recipe: Recipe) -> Found:
+    train = recipe.data.train
+    if not isinstance(train, dict):
         return
-    masked = recipe.model.task == "masked_lm" and recipe.data.builder is None
-    for key, given in (("data.streaming", streaming), ("model.task: masked_lm", masked)):
-        if given:
-            what = f"a mixture is not available with {key}; give a list"
-            yield "data.train", f"mixture-not-with-{key.partition(':')[0]}", what
+    if recipe.model.task == "masked_lm" and recipe.data.builder is None:
+        what = "a mixture is not available with model.task: masked_lm; give a list"
+        yield "data.train", "mixture-not-with-model.task", what
     sized = [name for name, source in train.items() if source.weight == "size"]
     for name in sized if len(sized) < len(train) else ():
         what = "size does not mix with the numbers of other sources; give each a number, or none"
@@ -768,6 +775,7 @@ _RULES = (
     _sizes,
     _new_tokens,
     _mixture,
+    _streaming,
     _kinds_of_rows,
     _labels,
     _columns,

@@ -318,9 +318,10 @@ class Data(Section):
     processes: Annotated[Processes, Field(ge=1)] | None = None
     """Processes that tokenize on each node; null: one per core."""
     streaming: StrictBool = False
-    """Tokenize while training, for sets larger than the disk."""
-    shuffle_buffer: Annotated[StrictInt, Field(ge=1, le=10**9)] = 1000
-    """Rows in memory to shuffle a stream, over all shards together."""
+    """Tokenize while training, shard by shard, for sets larger than the disk."""
+    shard_size: ByteSize = "256MiB"
+    """With streaming: about how much of the files a shard holds. At most three shards are tokenized on
+    the disk of a node, each in about as many bytes: that which is read, the next, and the one before."""
     cache: Folder | None = None
     """Folder of tokenized data, measurements and compiled code; null: $XDG_CACHE_HOME/launcher or
     ~/.cache/launcher."""
@@ -358,6 +359,13 @@ class Data(Section):
         size = size_in_bytes(self.max_document)
         assert size is not None
         return size
+
+    @property
+    def shard_bytes(self) -> int:
+        """`shard_size` in bytes."""
+        size = size_in_bytes(self.shard_size)
+        assert size is not None
+        return max(1, size)
 
     def sources(self) -> "dict[str, Data]":
         """The settings of each source of a mixture, each with its files in `train`; without a
@@ -523,6 +531,10 @@ class Lora(Section):
     quantize: Literal["nf4"] | None = None
     """nf4: hold the frozen linear layers and experts of the blocks in 4 bits (QLoRA: Dettmers et
     al., 2023). null: in param_dtype."""
+
+
+WITHOUT_REFERENCE = ("simpo", "orpo")
+"""Values of preference.loss that do not compare with the initial weights."""
 
 
 class Preference(Section):

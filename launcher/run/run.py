@@ -17,6 +17,7 @@ from launcher.data.batching import Position
 from launcher.data.dataset import MixtureDataset, SequenceDataset
 from launcher.data.loader import check_shared_memory, expected_padding
 from launcher.data.run_data import RunData
+from launcher.data.streaming import StreamingDataset
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
 from launcher.distributed.host_memory import FreedMemory
@@ -175,7 +176,7 @@ class TrainingRun:
             ranks=replace(rank.ranks, waiting=recorder.waiting),
             prepared=prepared,
             build_data=environment.local_rank == 0,
-            skipped_rows=skipped_rows,
+            run_dir=directory.path,
             kept_file=prepared.objective.kept_file(directory.path, recipe),
             hooks=Hooks(
                 rank.stop.requested,
@@ -192,7 +193,7 @@ class TrainingRun:
         self._progress.heartbeat("checkpoint")
         recorder.measures_waits = training.wrapped.measures_waits
         recorder.objective = dataset_objective(training.data.training)
-        if isinstance(training.data.training, MixtureDataset):
+        if isinstance(training.data.training, MixtureDataset | StreamingDataset):
             recorder.sources = training.data.training.sources
         self._set_timeout(recipe.run.init_timeout)
         rank.post_mortem.built(training.wrapped.module, training.optimizer)
@@ -488,7 +489,7 @@ class TrainingRun:
                 step.number,
                 batch.samples_seen,
                 self._position.skipped_batches,
-                self._training.data.stream_state(batch, self._ranks),
+                batch.stream,
             )
             with self._reporter.excluded("checkpoint"), self._progress.slow("checkpoint"):
                 checkpoints.save(

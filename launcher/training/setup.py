@@ -148,7 +148,7 @@ def assemble(
     ranks: RankLayout,
     prepared: PreparedModel | None = None,
     build_data: bool = True,
-    skipped_rows: Path | None = None,
+    run_dir: Path | None = None,
     kept_file: ReferenceFile | TeacherFile | None = None,
     hooks: Hooks | None = None,
     heartbeat: Callable[[str], None] = lambda phase: None,
@@ -157,7 +157,7 @@ def assemble(
     """Builds everything. Every rank must call this. `prepared` is the model if it is built already.
     Calls `heartbeat` with each part that it begins to build, and `check_data` when the data is
     open. With `build_data` this process tokenizes what is not cached (one process of a node).
-    `skipped_rows`: a file that lists the rows of a streamed data set that cannot be used.
+    `run_dir`: see `open_run_data`.
     `kept_file`: a cache of what the objective computes before the first step."""
     ranks = ranks.with_sizes(recipe.strategy)
     prepared = prepared or prepare_model(recipe, device=ranks.device)
@@ -181,9 +181,7 @@ def assemble(
         ),
         ranks=ranks,
         build=build_data,
-        skipped_rows=None
-        if ranks.context_parallel_rank or ranks.tensor_parallel_rank
-        else skipped_rows,
+        run_dir=run_dir,
     )
     check_data(data)
     about = BeforeTraining(

@@ -157,7 +157,7 @@ def main(folder):
             evaluate(f"packed, {model}, {attention}", [*validation, setting], model=model)
         evaluate(f"not packed, {model}", [*validation, *unpacked], model=model)
     evaluate("two sets", ["data.validation={a: FOLDER/rows.jsonl, b: [FOLDER/other.jsonl]}"])
-    settings = "streaming=true kind=text tokenizer=bytes shuffle_buffer=5 sequence_length=48"
+    settings = "streaming=true kind=text tokenizer=bytes shard_size=2KB sequence_length=48"
     stream = [f"data.{setting}" for setting in [*settings.split(), "train=FOLDER/texts"]]
     stream += ["model.config.vocab_size=260", "model.config.max_position_embeddings=64"]
     train("stream, 2 ranks", stream)

@@ -165,7 +165,8 @@ def test_rows_command_shows_the_losses_of_a_step(tuned, monkeypatch, capsys):
     assert all(int(cell[4]) == 8 * int(cell[5]) + int(cell[6]) + 1 for cell in cells)
     run_dir = tuned / "runs/chat"
     recipe = _recipe(run_dir, 3)
-    rows = trained_rows(_open(run_dir, recipe), range(16, 24), tokenizer="bytes")
+    with _open(run_dir, recipe, 16) as opened:
+        rows = trained_rows(opened, range(16, 24), tokenizer="bytes")
     assert len(rows) == len(shown)
     targets = [int((row.sample["targets"] != IGNORED).sum()) for row in rows]
     losses, _ = _losses(run_dir, recipe, 3, rows, trust_run=False)

@@ -220,7 +220,7 @@ WHOLE_RECIPE = {
     "diagnostics": "selftest",
     "models": "config_keys",
     "objectives": "answers base distillation kto make masked next_token preference teacher",
-    "planner": "candidates choice decisions estimate facts fastest formatting known_models measurement plan plan_as_json"
+    "planner": "candidates choice decisions facts fastest formatting known_models measurement plan plan_as_json"
     " profile recipe_values search sizes speed trace work",
     "training": "model setup",
 }

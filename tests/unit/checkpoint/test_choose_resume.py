@@ -173,7 +173,6 @@ def fingerprint(tmp_path):
             objective=NextToken(),
             model=ModelTraits(vocabulary=260),
             build=True,
-            skipped_rows=None,
             ranks=RankLayout(rank=0, size=1, group=None, device=torch.device("cpu")),
         )
         return json.loads(json.dumps(opened.fingerprint))
@@ -260,7 +259,7 @@ def test_a_stream_of_another_version_is_named():
             settings=schema.Data(kind="text"),
             data={},
             weights={},
-            stream="6-0123",
+            stream="7-0123",
             allow=False,
         )
 

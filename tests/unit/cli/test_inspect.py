@@ -478,10 +478,22 @@ def test_rows_refuses_missing_runs_and_steps(folder, capsys):
         "run", "step=1", "--loss"
     )
     assert capsys.readouterr().out == "", "a title without its table"
-    (folder / "run/recipe.yaml").write_text(SMALL.replace("bytes", "bytes\n  streaming: true"))
-    assert "run/recipe.yaml: data.streaming: the rows of a step are known only" in error_message(
-        "run", "step=1"
-    )
+
+
+def test_rows_of_a_stream(folder, capsys):
+    """Each row is in one step of each pass, and the steps do not depend on which is asked for first.
+    Nothing is left in the cache."""
+    write(folder / "rows.jsonl", [f"row {number:02}" for number in range(60)])
+    data = "tokenizer: bytes\n  sequence_length: 8\n  packing: false\n  shard_size: 0.4KB"
+    recipe = SMALL.replace("data.txt", "rows.jsonl").replace("tokenizer: bytes", data)
+    recipe = recipe.replace("_size: 64", "_size: 6").replace("kind: text", "streaming: true")
+    write(folder / "run/recipe.yaml", recipe)
+    last = rows_of(capsys, 10)
+    first = [row for step in range(1, 11) for row in rows_of(capsys, step)]
+    assert first[-6:] == last
+    texts = {where: text for _, _, where, text in first}
+    assert texts == {f"rows.jsonl:{number + 1}": f"row {number:02}<|end|>" for number in range(60)}
+    assert not [*folder.rglob("rows-*")]
 
 
 def test_rows_of_a_run_with_damaged_checkpoints(folder, capsys):

@@ -191,7 +191,6 @@ def open_noise(*, rank=0, ranks=1, seed=3, workers=0, size=4):
         model=inputs,
         ranks=group,
         build=True,
-        skipped_rows=None,
     ), group
 
 

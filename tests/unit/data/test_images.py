@@ -1,14 +1,12 @@
 """Rows with images: forms, tokens, micro-batches, and what is refused."""
 
 import base64
-import itertools
 import json
 import re
 import struct
 import warnings
 import zlib
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -22,14 +20,14 @@ from transformers.image_utils import load_image
 from launcher.data import image_processor as image_processor_module
 from launcher.data import images as images_module
 from launcher.data.attachment_inputs import grid_positions
-from launcher.data.batching import RankBatchSampler, StreamOrder
-from launcher.data.collation import Collated, raise_error
+from launcher.data.collation import Collated
 from launcher.data.encoder import make_encoder
 from launcher.data.held_out import copy_documents
 from launcher.data.image_processor import load_processor
 from launcher.data.images import ImageSource, RowImages
+from launcher.data.opening import make_order, open_dataset
 from launcher.data.placing import source_of
-from launcher.data.streaming import StreamingDataset
+from launcher.data.streaming import StreamingDataset, StreamOrder
 from launcher.data.token_store import ModelTraits, open_store
 from launcher.errors import RecipeError, RowError
 from launcher.models.micro_batch import IGNORED, RowPart
@@ -671,16 +669,10 @@ def test_pixels_are_those_of_the_processor(folder, family, size):
         assert np.array_equal(array, wanted[name]), name
 
 
-STREAMED = [("qwen2_5_vl", 160), ("qwen2_5_vl", 40), ("gemma3", 60), ("idefics3", 200)]
-
-
-@pytest.mark.parametrize(("family", "length"), STREAMED)
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_stream_has_the_images_of_its_documents(folder, family, length, packing):
-    """Each document with its tokens, targets, pixels and positions as without streaming, also where
-    documents are cut before an image; and from a saved position on."""
-    skip_without_packages(family)
-    name = str(model_in(folder, family))
+def test_a_stream_has_the_images_of_its_documents(folder, packing):
+    """Its micro-batches are those of a store, and in several shards each document has its images."""
+    name = str(model_in(folder, "qwen2_5_vl"))
     rows = [
         asked(
             text(f"{number}"),
@@ -689,90 +681,42 @@ def test_a_stream_has_the_images_of_its_documents(folder, family, length, packin
         )
         for number in range(9)
     ]
-    for row in rows[::2]:  # an answer before the images, too
-        row["messages"] = [{"role": "user", "content": "a"}, ANSWER, *row["messages"]]
-    options = {"kind": "chat", "sequence_length": length, "packing": packing, "workers": 0}
-    options |= {"overlong": "cut", "shuffle": False, "cache": str(folder / "cache")}
-    data = Data(train=written(folder, rows), **options)
-    grid = family == "qwen2_5_vl"
-    images = with_images(name, grid=grid, token_types=None if grid else "token_type_ids")
-    model = ModelTraits(tokenizer=name, attachments=images)
-    store = open_store(data.train, data, tokenizer=name, model=model, build=True)
-    stored = NextToken().open(store, replace(data, packing=False), model)
-    # Positions of the grid without those of text, which packed rows have
-    wanted = {
-        tuple(row["input_ids"].tolist()): row for row in (stored[i] for i in range(len(stored)))
-    }
-    assert len(wanted) > 4
-
-    def stream(first, steps, saved=None):
-        sampler = RankBatchSampler(
-            order=StreamOrder(),
-            global_batch_size=2,
-            micro_batch_size=1,
-            rank=0,
-            ranks=1,
-            first_step=first,
-            steps=steps,
-        )
-        made = StreamingDataset(
-            find_parts(data.train, kind="chat"),
-            make_encoder("chat", data, tokenizer=name, modalities=model.attachments.modalities),
-            objective=NextToken(),
-            sampler=sampler,
-            data=data,
-            seed=3,
-            model=model,
-            skipped_rows=None,
-        )
-        return made.starting(sampler, saved)
-
-    collated = [raise_error(part) for part in stream(0, 6)]
-    seen, shown = set(), 0
-    for part in collated:
-        tensors = contents(part.micro_batch)
-        [ids], [targets] = tensors["input_ids"].numpy(), tensors["targets"].numpy()
-        positions = tensors.get("position_ids")
-        if positions is not None and positions.ndim == 3:
-            starts = np.flatnonzero((positions[:, 0] == 0).all(0))
-        else:
-            starts = np.array([0]) if positions is None else np.flatnonzero(positions[0] == 0)
-        arrays = []
-        for start, end in itertools.pairwise([*starts, len(ids)]):
-            found = tuple(ids[start:end].tolist())
-            found = next(
-                (f for f in wanted if found[: len(f)] == f and not any(found[len(f) :])), None
-            )
-            if found is None:
-                assert not any(ids[start:end])  # padding
-                continue
-            row = wanted[found]
-            seen.add(found)
-            length_of = len(found)
-            assert np.array_equal(targets[start : start + length_of], row["targets"])
-            arrays += [image.arrays for image in row["attachments"]]
-            if grid:
-                own = positions[-3:, 0, start : start + length_of].numpy()
-                assert np.array_equal(own, row["grid_positions"])
-        assert tensors["attachments"]["image"]["count"] == len(arrays)
-        shown += len(arrays)
-        joined = load_processor(name, None).join(arrays or [load_processor(name, None).blank])
-        for key, array in joined.items():
-            assert np.array_equal(tensors[key].numpy(), array), key
-    assert seen == wanted.keys()
-    assert shown
-    # From the position after three steps
-    before = stream(0, 3)
-    positions = {}
-    for part in before:
-        positions |= part.shard_positions
-    alone = SimpleNamespace(size=1)
-    saved = before.state(positions, samples=6, ranks=alone)
-    for part, other in zip(collated[6:], stream(3, 6, saved), strict=True):
-        whole, resumed = contents(part.micro_batch), contents(other.micro_batch)
-        assert whole.keys() == resumed.keys()
-        for key, value in whole.items():
-            assert np.array_equal(value, resumed[key]), key
+    train = written(folder, rows)
+    data = Data(
+        kind="chat",
+        train=train,
+        sequence_length=160,
+        packing=packing,
+        overlong="cut",
+        cache=str(folder / "cache"),
+    )
+    options = {"objective": NextToken(), "tokenizer": name}
+    options |= {"model": ModelTraits(tokenizer=name, attachments=with_images(name, grid=True))}
+    stored = open_dataset(data, train, **options, build=True)
+    order = make_order(stored, seed=3, shuffle=True, epochs=None)
+    for size in ("1MB", "0.3KB"):
+        section = replace(data, streaming=True, shard_size=size)
+        stream = StreamingDataset(section, **options, seed=3, build=True)
+        of_stream = StreamOrder(stream)
+        assert (stream.shards > 1) == (size != "1MB")
+        if stream.shards == 1:
+            for position in range(2 * len(stored)):
+                one, other = stream[of_stream.sample(position)], stored[order.sample(position)]
+                whole, expected = (contents(each.collate([row]).micro_batch) for each, row in (
+                    (stream, one), (stored, other)))  # fmt: skip
+                assert whole.keys() == expected.keys()
+                for key, value in whole.items():
+                    assert np.array_equal(value, expected[key]), key
+            continue
+        samples, position = [], 0
+        while of_stream.sample(position) >> 40 < stream.shards:
+            samples.append(stream[of_stream.sample(position)])
+            position += 1
+        shown = [image.arrays for sample in samples for image in sample["attachments"]]
+        expected = [
+            image.arrays for number in range(len(stored)) for image in stored[number]["attachments"]
+        ]
+        assert len(shown) == len(expected) == 9
 
 
 @pytest.fixture
@@ -787,40 +731,6 @@ def decoded(folder, monkeypatch):
     load_processor.cache_clear()
     yield names
     load_processor.cache_clear()
-
-
-def test_a_stream_decodes_an_image_once(folder, decoded, monkeypatch):
-    """Where the device normalizes pixels: its tokens and its pixels come from the same array."""
-    table = property(lambda images: images.loaded.pixel_table)
-    monkeypatch.setattr(RowImages, "pixel_table", table)
-    name = str(model_in(folder, "qwen2_5_vl"))
-    rows = [asked({"type": "image", "path": f"{n}.png"}) for n in ("wide", "tall", "small")]
-    data = Data(
-        kind="chat", streaming=True, shuffle=False, sequence_length=64, train=written(folder, rows)
-    )
-    model = ModelTraits(tokenizer=name, attachments=with_images(name, grid=True))
-    sampler = RankBatchSampler(
-        order=StreamOrder(),
-        global_batch_size=1,
-        micro_batch_size=1,
-        rank=0,
-        ranks=1,
-        first_step=0,
-        steps=3,
-    )
-    stream = StreamingDataset(
-        find_parts(data.train, kind="chat"),
-        make_encoder("chat", data, tokenizer=name, modalities=model.attachments.modalities),
-        objective=NextToken(),
-        sampler=sampler,
-        data=data,
-        seed=3,
-        model=model,
-        skipped_rows=None,
-    )
-    made = [raise_error(part).micro_batch.inputs for part in stream.starting(sampler, None)]
-    assert sum(tensors["attachments"]["image"]["count"] for tensors in made) >= 3
-    assert sorted(decoded) == ["small.png", "tall.png", "wide.png"]
 
 
 def test_images_that_were_read_last_are_kept(folder, decoded, monkeypatch):
@@ -842,33 +752,6 @@ def test_images_that_were_read_last_are_kept(folder, decoded, monkeypatch):
     assert decoded[3:] == ["wide.png"]
     with pytest.raises(RowError, match=r"wide.png: has changed since its row was tokenized"):
         processor.read(wide, in_bytes=True, checksum=checksum + 1)
-
-
-def test_a_stream_names_an_image_that_is_missing(folder):
-    name = str(model_in(folder, "qwen2_5_vl"))
-    data = Data(
-        kind="chat",
-        streaming=True,
-        train=written(folder, [asked({"type": "image", "path": "no.png"})]),
-    )
-    encoder = make_encoder("chat", data, tokenizer=name, modalities=(RowImages(name),))
-    sampler = RankBatchSampler(
-        order=StreamOrder(),
-        global_batch_size=1,
-        micro_batch_size=1,
-        rank=0,
-        ranks=1,
-        first_step=0,
-        steps=1,
-    )
-    stream = StreamingDataset(
-        find_parts(data.train, kind="chat"), encoder, objective=NextToken(), sampler=sampler,
-        data=data, seed=3, model=ModelTraits(tokenizer=name, attachments=with_images(name)),
-        skipped_rows=None,
-    )  # fmt: skip
-    [part] = stream
-    assert "rows.jsonl:1: " in part.message
-    assert "no.png: no such file" in part.message
 
 
 def test_an_image_of_a_single_token_is_refused_for_mistral(folder):

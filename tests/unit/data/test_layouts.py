@@ -517,7 +517,7 @@ def test_a_single_text_is_held_out_in_part(tmp_path, packing):
     last = training[len(training) - 1]
     assert last["targets"][-1] == IGNORED  # the next token is held out
     assert set(held_out[0]["input_ids"].tolist()) == {ord("b")}
-    both = rows_of_documents(training.store, (file,), data, {0, 1}, tokenizer="bytes")
+    both = rows_of_documents(training.store, data, {0, 1}, tokenizer="bytes")
     assert [both[number].where for number in (0, 1)] == [file, file]
 
 
@@ -527,7 +527,7 @@ def test_held_out_documents_know_their_rows(tmp_path):
     data = schema.Data(sequence_length=64, validation_split=0.2, cache=str(tmp_path / "c"))
     options = {"tokenizer": "bytes", "model": ModelTraits(), "build": True}
     store = open_dataset(data, (file,), objective=NextToken(), held_out=True, **options).store
-    found = rows_of_documents(store, (file,), data, {0, 3}, tokenizer="bytes")
+    found = rows_of_documents(store, data, {0, 3}, tokenizer="bytes")
     for number, row in found.items():
         text = bytes(store.ids[slice(*store.offsets[number : number + 2])][:-1].tolist()).decode()
         assert row.where == f"{file}:{text.removeprefix('row ')}"

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from launcher.checkpoint.resume import saved_position
-from launcher.data import streaming
 from launcher.data.batching import Position
 from launcher.data.run_data import open_run_data
 from launcher.data.token_store import ModelTraits
@@ -45,7 +44,6 @@ def open_rows(folder, size, *, run, batch=None, **data):
         model=inputs,
         ranks=ALONE,
         build=True,
-        skipped_rows=None,
     )
 
 
@@ -56,8 +54,7 @@ def train(data, position, steps=None):
     for batch in data.batches(ranks=ALONE, **no):
         ids = [row[0] for one in batch.micro_batches for row in one.inputs["input_ids"].tolist()]
         found.append([one for one in ids if one])
-        stream = data.stream_state(batch, ALONE)
-        position = Position(batch.step, batch.samples_seen, position.skipped_batches, stream)
+        position = Position(batch.step, batch.samples_seen, position.skipped_batches, batch.stream)
         if len(found) == steps:
             break
     return found, position, data.steps
@@ -70,7 +67,7 @@ def together(batches):
 MODES = {
     "rows": {},
     "tokens": {"batch": {"micro_batch_tokens": 8}},
-    "stream": {"streaming": True, "shuffle_buffer": 8},
+    "stream": {"streaming": True, "shard_size": "0.5KB"},
     "mixture": {
         "train": {
             "a": {"files": ("rows.jsonl",), "weight": 3.0},
@@ -82,7 +79,6 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_each_sample_is_trained_once_when_the_batch_size_changes(tmp_path, monkeypatch, mode):
-    monkeypatch.setattr(streaming, "_SHARD_BYTES", 100)
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "rows.jsonl", ROWS)
     write(tmp_path / "more.jsonl", [{"input_ids": [number] * 2} for number in range(60, 80)])

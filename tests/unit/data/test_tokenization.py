@@ -130,9 +130,7 @@ def test_document_order_is_independent_of_process_count(
     wanted = {0, 59, 60, 100, 179, 180}
     section = schema.Data(train=(str(data),), tokenizer="bytes", cache=str(cache))
     with mock.patch.object(Encoder, "encode_rows", side_effect=AssertionError("tokenized again")):
-        of_documents = rows_of_documents(
-            parallel, section.train, section, wanted, tokenizer="bytes"
-        )
+        of_documents = rows_of_documents(parallel, section, wanted, tokenizer="bytes")
     names = {number: row.where.removeprefix(f"{data}/") for number, row in of_documents.items()}
     assert names == {
         0: "a.jsonl:1",

@@ -112,7 +112,6 @@ IN_ARGUMENTS = r"""
 | data.validation_split=false | /type
 | data.validation_split=1 | /range
 | data.validation_split=2% | /type
-| data.validation_split=0.1 & data.streaming=true | data.validation_split/not-with-data.streaming
 | data.validation_split=0.1 & data.builder=a.b:c & data.train=null | data.validation_split/not-with-data.builder
 | model.config.eos_token_id=[2,300] | /beyond-vocab_size
 | model.config=null & model.path=gpt3 | /no-such-path
@@ -223,7 +222,6 @@ IN_ARGUMENTS = r"""
 | @classify & data.labels=[a,b,a] | /two-classes
 | @classify & data.labels=a | /two-classes
 | @classify & data.train={a: {files: data.txt, kind: text}} | data.train.a.kind/mixed-losses
-| @classify & data.streaming=true | /needs-data.kind
 | data.labels=[a,b] | /needs-data.kind
 | distillation={} | distillation.teacher/missing
 | distillation.teacher=nowhere | /no-such-path
@@ -234,7 +232,7 @@ IN_ARGUMENTS = r"""
 | @teach & distillation.weight=1.5 | /range
 | @teach & distillation.kd_temperature=2 | /unknown
 | @teach & data.kind=preference & preference.loss=dpo | distillation/needs-data.kind
-| @teach & data.kind=text & data.streaming=true | distillation/not-with-data.streaming
+| @teach & data.kind=text & data.streaming=true | distillation/pass-not-with-data.streaming
 | @teach & data.kind=text & model.task=masked_lm & data.packing=false | distillation/needs-model.task
 | @teach & model.chunked_loss=false | distillation/needs-model.chunked_loss
 | model.chunked_loss=false & model.keep_logits=true | /needs-model.chunked_loss
@@ -260,7 +258,6 @@ IN_ARGUMENTS = r"""
 2 | @masked & strategy.context_parallel_size=2 | /needs-model.task
 | @masked & data.train={a: {files: data.txt}} | /mixture-not-with-model.task
 | @masked & strategy.tensor_parallel_size=2 | /needs-model.task
-| @masked & data.streaming=true | /needs-model.task
 | @masked & lora.rank=4 | lora/needs-model.task
 | @masked & model={path: null, config: {model_type: bert, is_decoder: true}} | model.config.is_decoder/not-with-model.task
 | @masked & data.kind=chat | /not-for-model.task
@@ -275,13 +272,13 @@ IN_ARGUMENTS = r"""
 | data.kind=text & model.task=reward | data.kind/not-for-model.task
 | @prefer & model.task=reward | preference/needs-model.task
 | @reward & model.num_labels=2 | /needs-model.task
-| @reward & data.streaming=true | /needs-data.kind
 | @reward & strategy.tensor_parallel_size=2 | /needs-model.task
 | @reward & data.margin_column=3 | /type
 | @prefer & data.margin_column=x | /needs-model.task
 | @reward & data.validation=data.txt & checkpoint.keep_best=eval_f1 | /no-such-metric
 | @prefer & lora.dropout=0.1 | /not-with-preference
-| @prefer & data.streaming=true | /needs-data.kind
+| @prefer & data.streaming=true | preference.loss/pass-not-with-data.streaming
+| data.kind=unpaired & kto={beta: 0.1} & data.streaming=true | kto/pass-not-with-data.streaming
 | @prefer & strategy.context_parallel_size=2 | /needs-data.kind
 | @prefer & data.train={a: {files: data.txt, kind: chat}} | data.train.a.kind/mixed-losses
 | data.train={a: {files: data.txt, kind: preference}} | data.train.a.kind/mixed-losses
@@ -302,11 +299,10 @@ IN_ARGUMENTS = r"""
 | run.epochs=2 & run.max_steps=3 | run.epochs/not-with-run.max_steps
 | batch.micro_batch_size=null & batch.micro_batch_tokens=4096 | /needs-data.packing
 | batch.micro_batch_size=null & data.packing=false & batch.micro_batch_tokens=40 | /too-small
-| batch.micro_batch_size=null & data.packing=false & data.streaming=true & batch.micro_batch_tokens=4096 | /not-with-data.streaming
 | data.streaming=true & run.max_steps=null & run.epochs=1 | /not-with-data.streaming
-| data.streaming=true & data.train={a: {files: data.txt}} | /mixture-not-with-data.streaming
-| data.shuffle_buffer=10 | /needs-data.streaming
-| data.streaming=true & data.shuffle_buffer=100000000000000000000 | /range
+| data.shard_size=1GiB | /needs-data.streaming
+| data.shuffle_buffer=10 | /unknown
+| data.streaming=true & data.shard_size=many | /form
 | data.train={a: {files: data.txt, weight: 1.0e308}} | data.train.a.weight/range
 | data.train={a: {files: data.txt, weight: most}} | data.train.a.weight/type
 | data.train={a: {files: data.txt, weight: 3}, b: {files: data.txt}} | data.train.b.weight/mixed-weights
@@ -314,7 +310,6 @@ IN_ARGUMENTS = r"""
 | data.train={a: {files: data.txt, messages_column: x, kind: text}} | data.train.a.messages_column/needs-kind
 | data.train={a: {files: data.txt, text_column: x, kind: chat}} | data.train.a.text_column/needs-kind
 | data.limit=-1 | /range
-| data.limit=5 & data.streaming=true | data.limit/not-with-data.streaming
 | data.train=me/set:train[:5] & data.streaming=true | data.train/slice-of-stream
 | data.train=me/set:train[5] | data.train[0]/no-such-path
 | data.system=x | /needs-data.kind

@@ -21,9 +21,7 @@ def saved_steps(requests, *, due=()):
         file[0] = False
 
     run._checkpoints = SimpleNamespace(report=lambda: None, save=save, trouble=None)
-    data = SimpleNamespace(
-        due=lambda step, section: step in due, stream_state=lambda batch, ranks: None
-    )
+    data = SimpleNamespace(due=lambda step, section: step in due)
     run._training, run._recipe = SimpleNamespace(data=data), SimpleNamespace(checkpoint=None)
     run._ranks = None
     context = SimpleNamespace(__enter__=lambda self: None, __exit__=lambda *_: None)
@@ -39,7 +37,9 @@ def saved_steps(requests, *, due=()):
         counted.append(file[0])  # of the next batch
         file[0] |= number in requests
         requested = number > 1 and counted[number - 2]
-        step = SimpleNamespace(number=number, batch=SimpleNamespace(samples_seen=number))
+        step = SimpleNamespace(
+            number=number, batch=SimpleNamespace(samples_seen=number, stream=None)
+        )
         run._save_if_due(step, {}, stopping=False, requested=requested)
     return saved, file[0]
 

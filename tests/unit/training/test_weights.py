@@ -9,13 +9,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from launcher.data import token_store
-from launcher.data.batching import NO_SAMPLE, RankBatchSampler, StreamOrder
+from launcher.data.batching import NO_SAMPLE
 from launcher.data.collation import EMPTY, collate_sequences
 from launcher.data.dataset import MixtureDataset
 from launcher.data.encoder import make_encoder
 from launcher.data.loader import StepStatistics, StepTotals
 from launcher.data.opening import open_dataset
-from launcher.data.streaming import StreamingDataset
+from launcher.data.streaming import StreamingDataset, StreamOrder
 from launcher.data.token_store import ModelTraits, open_store
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.rank_layout import RankLayout
@@ -88,20 +88,10 @@ def test_weights_stay_with_their_targets(tmp_path, monkeypatch):
 def test_a_stream_has_the_same_weights(tmp_path):
     file = write(tmp_path / "rows.jsonl", ROWS)
     data = data_of(tmp_path, sequence_length=8, shuffle=False, streaming=True, packing=False)
-    sampler = RankBatchSampler(
-        order=StreamOrder(), global_batch_size=4, micro_batch_size=4, steps=1
-    )
-    stream = StreamingDataset(
-        [file_part(Location(str(file)))],
-        make_encoder("tokens", data, tokenizer=None),
-        objective=NextToken(),
-        sampler=sampler,
-        data=data,
-        seed=0,
-        model=ModelTraits(),
-        skipped_rows=None,
-    )
-    (collated,) = stream
+    options = {"objective": NextToken(), "tokenizer": None, "model": ModelTraits()}
+    stream = StreamingDataset(replace(data, train=(str(file),)), **options, seed=0, build=True)
+    order = StreamOrder(stream)
+    collated = stream.collate([stream[order.sample(position)] for position in range(4)])
     assert pairs_of(collated.micro_batch) == PAIRS
 
 
