@@ -76,9 +76,9 @@ class StepStatistics:
             self._host = host.copy_(self._device, non_blocking=True)
             self._event = stream.record_event()
 
-    def loss_tokens(self) -> torch.Tensor:
-        """Tokens with a target over all ranks, each times its weight; a float32 scalar on the
-        device."""
+    def loss_weight(self) -> torch.Tensor:
+        """The sum of the weights of all targets, over all ranks, by which a step divides its loss: their
+        number, where each counts 1. A float32 scalar on the device."""
         self._wait()
         if self._event is not None:
             current = torch.cuda.current_stream(self._device.device)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import nn
@@ -187,7 +187,13 @@ def learning_rate(schedule: schema.Schedule, *, peak: float, steps: int) -> Lear
             if step <= begin:
                 return peak
         progress = (step - begin) / (steps - begin)
-        left = (1 + math.cos(math.pi * progress)) / 2 if schedule.kind == "cosine" else 1 - progress
+        match schedule.kind:
+            case "cosine":
+                left = (1 + math.cos(math.pi * progress)) / 2
+            case "linear" | "wsd":
+                left = 1 - progress
+            case other:
+                assert_never(other)
         return peak * (floor + (1 - floor) * left)
 
     return at

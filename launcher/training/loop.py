@@ -50,10 +50,11 @@ class Update:
     """Waits until a save that has begun has copied the weights."""
 
     def apply(
-        self, wrapped: WrappedModel, step: int, targets: torch.Tensor
+        self, wrapped: WrappedModel, step: int, weight: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, float]:
         """Clips the gradients, updates the weights, and frees the gradients.
 
+        weight: the sum of the weights of all targets, a scalar (`StepStatistics.loss_weight`).
         If the global batch has no targets, no weight changes, not even by weight decay or momentum.
         Returns the norm of the unscaled gradients, 1 if gradients were not finite (else 0), and the
         learning rate.
@@ -71,7 +72,7 @@ class Update:
         rate = self.learning_rate(step)
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("ratio", 1.0)
-        nothing = (targets == 0).to(skipped)
+        nothing = (weight == 0).to(skipped)
         # The fused step divides by grad_scale and does nothing if found_inf is 1
         optimizer.grad_scale = divisor  # type: ignore[attr-defined]
         optimizer.found_inf = torch.maximum(skipped, nothing)  # type: ignore[attr-defined]
@@ -112,8 +113,8 @@ def train_steps(
     heartbeat("data")
     batch = next(batches, None)
     while batch is not None:
-        targets = batch.statistics.loss_tokens()
-        factor = averaged_over / targets.masked_fill(targets == 0, 1)
+        weight = batch.statistics.loss_weight()
+        factor = averaged_over / weight.masked_fill(weight == 0, 1)
         if update.loss_scale.enabled:
             factor = factor * update.loss_scale.value
         total = wrapped.accumulate(
@@ -123,9 +124,9 @@ def train_steps(
             wrapped.module.zero_grad(set_to_none=True)
             return
         heartbeat("optimizer")
-        norm, skipped, rate = update.apply(wrapped, batch.step, targets)
+        norm, skipped, rate = update.apply(wrapped, batch.step, weight)
         mean, metrics = (
-            total / (targets if ranks_per_group == 1 else ranks_per_group * targets),
+            total / (weight if ranks_per_group == 1 else ranks_per_group * weight),
             None,
         )
         if mean.ndim:

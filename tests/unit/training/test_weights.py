@@ -285,9 +285,9 @@ def test_statistics_hold_whole_numbers_and_the_weight():
     assert read == totals._replace(loss_weight=2**40 + 1)
     assert all(type(value) is int for value in read[:4])
     weighted = StepStatistics(totals._replace(loss_weight=0.25), ALONE)
-    assert weighted.loss_tokens().item() == 0.25
-    assert weighted.loss_tokens().dtype == torch.float32
-    assert StepStatistics(totals, ALONE).loss_tokens().item() == np.float32(2**40 + 1)
+    assert weighted.loss_weight().item() == 0.25
+    assert weighted.loss_weight().dtype == torch.float32
+    assert StepStatistics(totals, ALONE).loss_weight().item() == np.float32(2**40 + 1)
 
 
 def test_sets_of_an_evaluation_count_by_their_weights():
