@@ -17,7 +17,6 @@ from typing import Any
 import typer.main
 import yaml
 from click import Context
-from typer.core import TyperOption
 
 from launcher.cli.main import app
 from launcher.recipe.decode import json_schema
@@ -127,18 +126,16 @@ def _values(key: dict[str, Any]) -> str:
 
 
 def command_reference() -> Iterator[str]:
-    """A heading, the help text and a table of options for each command."""
+    """A heading, the help text and a table of arguments and switches for each command."""
     for name, command in typer.main.get_command(app).commands.items():
         context = Context(command, info_name=f"launcher {name}")
-        options = [param for param in command.params if isinstance(param, TyperOption)]
         yield f"\n## launcher {name}\n"
         yield f"```text\n{command.get_usage(context)}\n```\n"
         yield from _help(command.help or "")
-        if options:
-            yield f"\n{_row('option', 'what it does')}\n|---|---|"
-        for option in options:
-            words, text = option.get_help_record(context) or (option.opts[0], "")
-            yield _row(f"`{words}`", text)
+        yield f"\n{_row('argument', 'what it does')}\n|---|---|"
+        for title, rows in command.descriptions(context).items():
+            if "Slurm" not in title:
+                yield from (_row(f"`{written}`", text) for written, text in rows)
         if name == "submit":
             yield "\nThe keys of the section [slurm](recipe.md#slurm) are arguments, too."
 

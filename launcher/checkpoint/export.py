@@ -93,11 +93,11 @@ def export_checkpoint(
             f"{checkpoint} yourself"
         )
     if merged and recipe.lora is None:
-        raise RecipeError("command line: merged=true: the run has no adapter to merge")
+        raise RecipeError("command line: --merged: the run has no adapter to merge")
     if recipe.lora is not None and recipe.model.path and recipe.model.config and not merged:
         raise RecipeError(
             "export: the run trained with changes to the model's config (model.config), which an "
-            "adapter does not hold; add merged=true"
+            "adapter does not hold; add --merged"
         )
     stored = open_checkpoint_weights(checkpoint, base=base, ema=ema, trust_run=trust_run)
     adapter = recipe.lora is not None and not merged

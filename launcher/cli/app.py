@@ -1,4 +1,4 @@
-"""How typer reads the arguments of the subcommands."""
+"""The syntax of the command line: values are written `name=value`, and switches `--name`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperCommand, TyperOption
 
+from launcher.cli.completion import completions
 from launcher.errors import RecipeError, closest
 from launcher.recipe.decode import answer, json_schema, keys
 from launcher.recipe.other_names import KEYS_BY_NAME, option_meant
@@ -23,17 +24,15 @@ def make_parent(path: Path, option: str) -> None:
 
     option: of the command, for messages. Raises RecipeError if that cannot be written to.
     """
-    folder, problem = path.absolute().parent, "permission denied"
+    folder = path.absolute().parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        problem = None if os.access(folder, os.W_OK) else "permission denied"
+    except (FileExistsError, NotADirectoryError):
+        problem = "a part of it is a file, not a directory"
     except OSError as error:
         problem = str(error.strerror).lower()
-    for above in folder.parents:
-        if above.is_file():
-            problem = f"{above} is a file, not a directory"
-    if folder.is_file():
-        problem = "it is a file, not a directory"
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+    if problem is not None:
         what = f"the folder {folder} cannot be made or written to: {problem}"
         raise RecipeError(f"command line: {option}={path}: {what}")
 
@@ -45,14 +44,8 @@ def make_parent_of_file(file: Path, option: str) -> None:
     make_parent(file, option)
 
 
-Overrides = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="recipe=NAME KEY=VALUE",
-        default_factory=list,
-        hidden=True,  # described by Command.format_epilog, without a type
-    ),
-]
+Overrides = Annotated[list[str], typer.Argument(default_factory=list, hidden=True)]
+"""`recipe=NAME` and `KEY=VALUE`, which Command.format_epilog describes."""
 
 
 def read_size(text: str) -> int:
@@ -66,14 +59,15 @@ def read_size(text: str) -> int:
 def option(
     help: str,
     metavar: str,
-    *names: str,
+    *,
+    name: str | None = None,
     min: int = 1,
     parser: Callable[[str], Any] | None = None,
 ) -> Any:
-    """An option `--name value`. Its help names a default that the signature cannot hold. names: if
-    it is not named as the parameter, or has an older name, too."""
+    """An argument `name=value`. Its help names a default that the signature cannot hold. name: if it
+    is not that of the parameter."""
     return typer.Option(
-        *names,
+        *([] if name is None else [f"--{name}"]),
         metavar=metavar,
         min=min if metavar == "N" else None,
         help=help,
@@ -82,187 +76,219 @@ def option(
     )
 
 
-CheckedGpus = Annotated[
-    int | None,
-    option("Check the batch size for N GPUs per node.", "N", "--gpus", "--ranks"),
-]
+def flag(name: str, help: str) -> Any:
+    """A switch, `--name`."""
+    return typer.Option(name, help=help)
+
+
+CheckedGpus = Annotated[int | None, option("Check the batch size for N GPUs per node.", "N")]
 """Of commands that start no ranks, so that they take the arguments of `launcher train`."""
 CheckedNodes = Annotated[int, option("Nodes.", "N")]
 
 
-def flag(name: str, help: str, *, earlier: str | None = None) -> Any:
-    """An option without a value. earlier: a name that older versions gave it."""
-    names = [name] if earlier is None else [name, earlier]
-    return typer.Option(*names, help=help)
+class Word(NamedTuple):
+    """A word that a shell offers, as typer's completion takes it."""
+
+    value: str
+    help: str | None = None
 
 
 class Command(TyperCommand):
-    """A command whose options may be written `name=value` as well as `--name value`."""
+    """A command whose values are written `name=value`, and whose switches `--name`."""
 
-    sections = ("recipe", *Recipe.__dataclass_fields__)
+    sections: tuple[str, ...] = ()
     """What an override may begin with."""
+    described: tuple[tuple[str, str], ...] = ()
+    """Overrides in the help."""
+
+    def values(self) -> dict[str, TyperOption]:
+        """The options with a value, by name."""
+        return {_word(one.opts[0]): one for one in _options(self) if not one.is_flag}
+
+    def switches(self) -> list[str]:
+        """The options without a value, as they are written."""
+        flags = [one for one in _options(self) if one.is_flag]
+        return [name for one in flags for name in (*one.opts, *one.secondary_opts)]
+
+    def get_params(self, ctx: Any) -> Any:
+        """The parameters; none while a shell completes, so that `shell_complete` is asked."""
+        return [] if ctx.resilient_parsing else super().get_params(ctx)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        """The words that the word before the cursor may become."""
+        words = completions(self.values(), self.switches(), self.sections, ctx.args, incomplete)
+        return list(map(Word, words))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        options = _options(self)
-        words, problems = [], []
-        for argument in args:
-            try:
-                words += self._with_dashes(argument, options, ctx)
-            except typer.TyperException as error:
-                problems.append(error.format_message())
+        """Gives typer `name=value` as `--name=value`. Raises TyperException with all problems."""
+        if ctx.resilient_parsing:  # a shell completes
+            ctx.args = args
+            return args
+        values = self.values()
+        words: list[str] = []
+        problems: list[str] = []
+        written = {*self.switches(), *ctx.help_option_names}
+        for argument, following in zip(args, [*args[1:], "-"], strict=False):
+            name, equals, value = argument.partition("=")
+            if equals and name in values:
+                words.append(f"{values[name].opts[0]}={value}")
+            elif argument in written or self._is_positional(argument):
+                words.append(argument)
+            else:
+                alone = equals or following.startswith("-") or "=" in following
+                given = value if alone else following
+                problems.append(f"{argument}: {self._refusal(name, given, ctx)}")
         if problems:
             raise typer.TyperException("\ncommand line: ".join(problems))
-        given = {word.partition("=")[0] for word in words}
-        required = [param for param in self.params if getattr(param, "required", False)]
-        missing = [
-            f"{param.name}={_metavar(param)}"
-            for param in required
-            if isinstance(param, TyperOption) and not given & {*param.opts}
-        ]
-        if missing and not given & {*ctx.help_option_names}:
-            raise typer.TyperException(f"missing; give {' '.join(missing)}")
-        return super().parse_args(ctx, words)
+        try:
+            return super().parse_args(ctx, words)
+        except typer.TyperException as error:
+            raise typer.TyperException(_message(error, args)) from None
 
-    def _with_dashes(self, argument: str, options: dict[str, TyperOption], ctx: Any) -> list[str]:
-        name, equals, value = argument.partition("=")
-        overrides = any(param.name == "overrides" for param in self.params)
-        word = name.lstrip("-").replace("-", "_") if name.startswith("-") or equals else ""
-        if word not in options and word not in self.sections:
-            if (known_as := option_meant(word, options)) is not None:
-                raise typer.TyperException(f"{argument}: did you mean {known_as}?")
-            if overrides and (meant := answer(word)) is not None:
-                raise typer.TyperException(f"{argument}: {meant}")
-        section, dot, _ = name.removeprefix("--").partition(".")
-        if overrides and dot and name.startswith("--") and section in self.sections:
-            what = f"write {word.replace('-', '_')}={value or 'VALUE'}, without dashes"
-            raise typer.TyperException(f"{argument}: {what}")
-        if overrides and equals and section == "sweep" and "sweep" not in self.sections:
-            takers = _listed(_commands_with("sweep", ctx))
-            raise typer.TyperException(f"{argument}: {takers} sweeps")
-        others = {
-            *ctx.help_option_names,
-            *(each for param in self.params for each in param.secondary_opts),
-        }
-        if name.startswith("--") and word and word not in options and name not in others:
-            raise typer.TyperException(f"{argument}: {self._refusal(word, options, ctx)}")
-        if not equals or not (name.isidentifier() or name in options):
-            return [argument]
-        if name not in options:
-            sections = self.sections if overrides else ()
-            if name in sections or os.path.exists(argument):  # the folder lr=0.1 of a sweep
-                return [argument]
-            raise typer.TyperException(f"{argument}: {self._refusal(name, options, ctx)}")
-        known = options[name]
-        if not known.is_flag:
-            return [f"{known.opts[0]}={value}"]
-        if value not in ("true", "false"):
-            raise typer.TyperException(f"{argument}: must be true or false")
-        return known.opts[:1] if value == "true" else known.secondary_opts[:1]
+    def _is_positional(self, argument: str) -> bool:
+        """Whether it is an override, or an argument without a name."""
+        name, equals, _ = argument.partition("=")
+        section, dot, _ = name.partition(".")
+        if argument.startswith("-"):
+            return False
+        if not equals or name in self.sections or os.path.exists(argument):
+            return True  # a run folder of a sweep is named lr=0.1
+        return bool(dot) and (section in self.sections or section != "sweep")
 
-    def _refusal(self, name: str, options: dict[str, TyperOption], ctx: Any) -> str:
-        """Why `name=value` is no argument: another command takes it, or it has no name, or it is
-        misspelt."""
-        sections = self.sections if any(param.name == "overrides" for param in self.params) else ()
-        alone = [param for param in self.params if param.param_type_name == "argument"]
-        if name.lower() in {word for param in alone for word in _names_of_argument(param)}:
-            usage = " ".join(map(_metavar, alone))
-            return f"give it without {name}=: launcher {self.name} {usage}"
-        what = f"not an option of launcher {self.name}"
-        inside = [".".join(path) for path in keys() if path[0] == name and path[1:]]
-        if inside and name in sections:
-            return f"{what}; give keys of the recipe, such as {inside[0]}=VALUE"
-        near = closest(name, [*options, *sections])
-        if sections and near is None and (key := closest(name, _names_of_keys(), similar=0.85)):
+    def _refusal(self, name: str, value: str, ctx: Any) -> str:
+        """Why an argument is none, and what to write."""
+        word, sections = _word(name), self.sections
+        own = {_word(switch): switch for switch in self.switches()}
+        for each, one in self.values().items():
+            own[each] = f"{each}={value}" if value else _form(one)
+        forms = {each: f"{each}={value or 'VALUE'}" for each in sections}
+        for path in reversed(list(keys())):  # of a section its first key
+            if path[0] in forms and path[1:]:
+                forms[path[0]] = f"{'.'.join(path)}=VALUE"
+        forms |= own
+        section, dot, _ = word.partition(".")
+        if dot and section in sections:
+            forms[word] = f"{word}={value or 'VALUE'}"
+        if word in forms:
+            return f"write {forms[word]}" + ", or leave it out" * (value == "false")
+        if (known := option_meant(word, own)) is not None:
+            return f"did you mean {forms[known]}?"
+        if sections and (meant := answer(word)) is not None:
+            return meant
+        if word in ("run", "run_dir", "folder") and not sections:
+            return f"give it without {word}=: launcher {self.name} {value or 'RUN_DIR'}"
+        what = f"not an argument of launcher {self.name}"
+        near = closest(word, forms)
+        other_names = {*KEYS_BY_NAME, *(path[-1] for path in keys())}
+        if sections and near is None and (key := closest(word, other_names, similar=0.85)):
             return f"{what}; {answer(key)}"
-        if takers := _commands_with(name, ctx):
-            return f"{what}; {_listed(takers)} it"
-        shown = dict.fromkeys(option.opts[0] for option in options.values())
-        there = ", ".join([*shown, *sections[:1]]) or "none"
-        return f"{what}{'' if near is None else f'; did you mean {near}?'}; there are {there}"
+        if takers := _commands_with(section, ctx):
+            *others, last = takers
+            listed = f"{', '.join(others)} and {last} take" if others else f"{last} takes"
+            return f"{what}; launcher {listed} it"
+        hint = "" if near is None else f"; did you mean {forms[near]}?"
+        there = ", ".join([*(f"{one}=" for one in self.values()), *self.switches(), *sections[:1]])
+        return f"{what}{hint}; there are {there}"
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        if any(param.name == "overrides" for param in self.params):
-            rows = [
-                ("recipe=NAME", "A shipped recipe, or recipe=path/to/file.yaml."),
-                ("KEY=VALUE", "Overrides a key of the recipe: batch.micro_batch_size=4."),
-            ]
-            with formatter.section("Arguments"):
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The arguments that are needed, and the forms of the others."""
+        needed = [_form(param) for param in self.params if param.required]
+        needed += [name for name, _ in self.described if name == "recipe=NAME"]
+        return [*needed, "[NAME=VALUE ...]", "[--SWITCH ...]"]
+
+    def descriptions(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
+        """Arguments and switches as they are written, with what they do."""
+        rows: dict[str, list[tuple[str, str]]] = {"Arguments": [*self.described], "Switches": []}
+        for param in self.get_params(ctx):
+            if (record := param.get_help_record(ctx)) is not None:
+                switch = isinstance(param, TyperOption) and param.is_flag
+                row = record if switch else (_form(param), record[1])
+                rows["Switches" if switch else "Arguments"].append(row)
+        return {title: described for title, described in rows.items() if described}
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Writes the help of arguments and switches."""
+        for title, rows in self.descriptions(ctx).items():
+            with formatter.section(title):
                 formatter.write_dl(rows)
 
 
-def _options(command: TyperCommand) -> dict[str, TyperOption]:
-    """The options of a command, by each of their names."""
-    return {
-        name.removeprefix("--").replace("-", "_"): param
-        for param in command.params
-        if isinstance(param, TyperOption)
-        for name in param.opts
-    }
+def _options(command: TyperCommand) -> list[TyperOption]:
+    return [param for param in command.params if isinstance(param, TyperOption)]
 
 
-def _names_of_keys() -> set[str]:
-    """The last names of the keys of a recipe, and what other tools call them."""
-    return {*KEYS_BY_NAME, *(path[-1] for path in keys())}
+def _word(name: str) -> str:
+    """An option's name as that of a value: `--gpu-memory` is `gpu_memory`."""
+    return name.lstrip("-").replace("-", "_")
 
 
-def _names_of_argument(param: Any) -> set[str]:
-    """The names by which an argument without a name may be called."""
-    if param.name == "overrides":
-        return set()
-    metavar = _metavar(param).lower()
-    return {param.name, param.name.removesuffix("s"), metavar, metavar.removesuffix("_dir")}
+def _form(param: Any) -> str:
+    """How an argument is written: RUN_DIR, or step=N."""
+    what = str(param.metavar or param.name.upper())
+    return f"{_word(param.opts[0])}={what}" if isinstance(param, TyperOption) else what
 
 
-def _metavar(param: Any) -> str:
-    return str(param.metavar or param.name.upper())
+def _message(error: typer.TyperException, args: list[str]) -> str:
+    """What typer refuses, with the argument as it was written."""
+    if (param := getattr(error, "param", None)) is None:
+        message = error.format_message()
+        return message[:1].lower() + message[1:]
+    if not (message := getattr(error, "message", "")):  # typer has none where a value is missing
+        return f"missing; give {_form(param)}"
+    name = _form(param).partition("=")[0]
+    written = next((word for word in args if word.startswith(f"{name}=")), name)
+    return f"{written}: {message.removeprefix('Value error, ')}"
 
 
 def _commands_with(name: str, ctx: Any) -> list[str]:
-    """The commands that take `name=value`, or `name.KEY=value`, and are no part of a recipe."""
-    commands = ctx.find_root().command.commands.items()
-    found = []
-    for other, command in commands:
-        names = {option.opts[0].removeprefix("--") for option in _options(command).values()}
-        if any(param.name == "overrides" for param in command.params):
-            names |= {*command.sections} - {*Recipe.__dataclass_fields__}
-        if name.replace("_", "-") in names:
-            found.append(other)
-    return found
+    """The commands that take an argument or a switch of this name, which is no section of a
+    recipe."""
+    return [
+        other
+        for other, command in ctx.find_root().command.commands.items()
+        if name in command.values()
+        or name in map(_word, command.switches())
+        or name in {*command.sections} - {*Recipe.__dataclass_fields__}
+    ]
 
 
-def _listed(commands: list[str]) -> str:
-    """`launcher new, plan and submit take`."""
-    *others, last = commands
-    return f"launcher {', '.join(others)} and {last} take" if others else f"launcher {last} takes"
+class RecipeCommand(Command):
+    """A command on a recipe, of which it takes overrides."""
+
+    sections = ("recipe", *Recipe.__dataclass_fields__)
+    described = (
+        ("recipe=NAME", "A shipped recipe, or recipe=path/to/file.yaml."),
+        ("KEY=VALUE", "Sets a key of the recipe: batch.micro_batch_size=4."),
+    )
 
 
 class NewCommand(Command):
     """Takes overrides of the recipe that it makes, and no recipe=NAME."""
 
-    sections = (*Recipe.__dataclass_fields__,)
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        with formatter.section("Arguments"):
-            formatter.write_dl([("KEY=VALUE", "With from=FILE: sets a key of the recipe.")])
+    sections = tuple(Recipe.__dataclass_fields__)
+    described = (("KEY=VALUE", "With from=FILE: sets a key of the recipe."),)
 
 
-class SweepCommand(Command):
+class SweepCommand(RecipeCommand):
     """Takes sweep.KEY=A,B,C, too."""
 
-    sections = (*Command.sections, "sweep")
+    sections = (*RecipeCommand.sections, "sweep")
 
 
 class SubmitCommand(SweepCommand):
-    """Describes the keys of the recipe's section slurm, too, which are arguments of `submit`."""
+    """Takes the keys of the recipe's section slurm without its name, too; the number of GPUs is
+    `gpus`, as in other commands."""
 
-    sections = (*SweepCommand.sections, "gpus", *Slurm.__dataclass_fields__)
+    slurm_keys = tuple(name for name in Slurm.__dataclass_fields__ if name != "gpus_per_node")
+    sections = (*SweepCommand.sections, *slurm_keys)
 
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        super().format_epilog(ctx, formatter)
-        keys = json_schema()["$defs"]["Slurm"]["properties"]
-        with formatter.section("Arguments for Slurm (keys of the recipe's section slurm)"):
-            rows = [
-                (f"{name}=...", f"{key['description']}  [default: {json.dumps(key['default'])}]")
-                for name, key in keys.items()
-            ]
-            formatter.write_dl(rows)
+    def descriptions(self, ctx: Any) -> dict[str, list[tuple[str, str]]]:
+        """Those of the keys of the section, too."""
+        described = json_schema()["$defs"]["Slurm"]["properties"]
+        rows = [
+            (f"{name}=...", f"{key['description']}  [default: {json.dumps(key['default'])}]")
+            for name, key in described.items()
+            if name in self.slurm_keys
+        ]
+        title = "Arguments for Slurm (keys of the recipe's section slurm)"
+        return super().descriptions(ctx) | {title: rows}

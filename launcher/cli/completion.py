@@ -1,149 +1,80 @@
-"""`launcher completion bash|zsh|fish`: prints the script with which a shell completes commands.
-
-The script has all words in it. So a completion starts no process, which takes seconds where Python
-is on a network file system.
-"""
+"""What a shell offers for the word before the cursor. typer has the scripts of the shells, which start
+`launcher` at each tab."""
 
 from __future__ import annotations
 
+import glob
 import json
+import os
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import typer
-from typer.core import TyperGroup, TyperOption
+from typer.core import TyperOption
 
-from launcher.cli.app import SweepCommand
 from launcher.distributed.hardware import GPUS
-from launcher.errors import EXIT_DONE
 from launcher.recipe.decode import dotted, subsection
 from launcher.recipe.find import recipe_names
 from launcher.recipe.schema import Recipe, Slurm, Source
 from launcher.recipe.section import Section
 
-_BASH = """\
-_launcher() {
-  local word=${COMP_LINE:0:COMP_POINT} command=${COMP_WORDS[1]} list= values= prefix=
-  local keys='@keys' key_values='@values'
-  word=${word##*[[:space:]]}
-@cases
-  (( COMP_CWORD == 1 )) && list='@commands'
-  [[ $word == *=* ]] && list=$values
-  COMPREPLY=($(compgen -P "$prefix" -W "$list" -- "${word#"$prefix"}"))
-  [[ ${COMPREPLY[0]} == *[=.] ]] && compopt -o nospace
-  # Where = separates words, the shell replaces only what follows it
-  [[ $word == *=* && $COMP_WORDBREAKS == *=* ]] && COMPREPLY=("${COMPREPLY[@]#*=}")
-}
-complete -o bashdefault -o default -F _launcher launcher
-"""
-_ZSH = """\
-_launcher() {
-  local word=$PREFIX command=${words[2]} list= values= prefix= keys='@keys' key_values='@values'
-@cases
-  (( CURRENT == 2 )) && list='@commands'
-  [[ $word == *=* ]] && list=$values
-  local -a found=(${=list})
-  found=($prefix${^found})
-  compadd -S '' -- ${(M)found:#*[=.]}
-  compadd -- ${found:#*[=.]}
-  (( compstate[nmatches] )) && return
-  compset -P '*='
-  _files
-}
-compdef _launcher launcher
-"""
-_FISH = r"""
-function __launcher_words
-    set -l command (commandline -opc)[2]
-    set -l keys @keys
-    set -l key_values @values
-    set -l list
-    set -l values
-    set -l prefix
-    set -l word (commandline -ct)
-@cases
-    set -q command[1]; or set list @commands
-    string match -q '*=*' -- $word; and set list $values
-    printf "$prefix%s\n" $list
-end
-complete -c launcher -a '(__launcher_words)'
-# Files only where no word fits
-complete -c launcher -f -n 'string match -q -- (commandline -ct)\* (__launcher_words)'
-"""
 
+def completions(
+    options: Mapping[str, TyperOption],
+    switches: Sequence[str],
+    sections: Sequence[str],
+    before: Sequence[str],
+    incomplete: str,
+) -> list[str]:
+    """The words that a word may become; none where the shell completes files.
 
-def completion(
-    context: typer.Context,
-    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(help="The shell.")],
-) -> int:
-    """Print the script that completes commands, options, recipes, keys and values in a shell.
-
-    \b
-    Example:
-      launcher completion bash
+    options, switches, sections: what a command takes (`app.Command`). before: the complete words.
+    bash takes `=` for a word of its own: `gpu=h1` is the words `gpu`, `=` and `h1`, of which it
+    replaces the last one.
     """
-    group = typing.cast(TyperGroup, context.find_root().command)
-    names, values = _split({"recipe": recipe_names()} | dict(_keys(Recipe)))
-    script = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}[shell]
-    for place, words in {
-        "@keys": names,
-        "@values": values,
-        "@commands": list(group.commands),
-    }.items():
-        script = script.replace(place, " ".join(words))
-    print(script.replace("@cases", "\n".join(_cases(group, fish=shell == "fish"))), end="")
-    return EXIT_DONE
-
-
-def _cases(group: TyperGroup, *, fish: bool) -> Iterator[str]:
-    """The statement that sets `list` (words without a value) and `values` for a subcommand."""
-    yield '    switch "$command:$word"' if fish else "  case $command:$word in"
-    for name, command in group.commands.items():
-        options = [param for param in command.params if isinstance(param, TyperOption)]
-        hints, known = typing.get_type_hints(command.callback), {}
-        for option in options:
-            if not option.is_flag:
-                word = option.opts[0].removeprefix("--").replace("-", "_")
-                known[word] = _choices(word, hints[option.name])
-        names, values = _split(known | (dict(_keys(Slurm)) if name == "submit" else {}))
-        names += [option.opts[0] for option in options]
-        names.append("--help")
-        if any(param.name == "overrides" for param in command.params):
-            names, values = [*names, "$keys"], [*values, "$key_values"]
-            if isinstance(command, SweepCommand):
-                names.append("sweep.")
-                swept = {"list": "$keys", "values": "$key_values", "prefix": "sweep."}
-                yield from _case(f"{name}:sweep.*", fish, **swept)
-        elif not options:  # the shell completes files, or the names of shells
-            hint = hints[command.params[0].name] if command.params else None
-            names = list(_values(hint))
-        yield from _case(f"{name}:*", fish, list=" ".join(names), values=" ".join(values))
-    yield "    end" if fish else "  esac"
-
-
-def _case(pattern: str, fish: bool, **sets: str) -> Iterator[str]:
-    """The lines that set variables where the pattern matches."""
-    if fish:
-        yield f"        case '{pattern}'"
-        yield from (f"            set {name} {text}" for name, text in sets.items())
+    known = dict(_arguments(options, sections))
+    name = before[-2] if before[-1:] == ["="] and before[1:] else "".join(before[-1:])
+    if name in known:
+        found = [value for value in known[name] if value.startswith(incomplete)]
+    elif "=" in incomplete:
+        name, _, value = incomplete.partition("=")
+        values = known.get(name) or _files(value)
+        found = [f"{name}={each}" for each in values if each.startswith(value)]
     else:
-        yield f"    {pattern}) " + " ".join(f'{n}="{text}"' for n, text in sets.items()) + " ;;"
+        names = [each for each in known if each.startswith(incomplete)]
+        found = [f"{each}=" for each in names]
+        if len(names) == 1:  # a second word keeps the shell from a space after the first one
+            found = [f"{names[0]}={value}" for value in known[names[0]] or ("", "VALUE")]
+        found += [switch for switch in (*switches, "--help") if switch.startswith(incomplete)]
+    return found
 
 
-def _split(known: dict[str, list[str]]) -> tuple[list[str], list[str]]:
-    """Each name with a =, and with each of its values."""
-    return [f"{name}=" for name in known], [
-        f"{name}={value}" for name, values in known.items() for value in values
+def _arguments(
+    options: Mapping[str, TyperOption], sections: Sequence[str]
+) -> Iterator[tuple[str, list[str]]]:
+    """The names of all arguments of a command, and the values of each if they are few."""
+    for name, param in options.items():
+        if name == "gpu":
+            yield name, [gpu.name.lower().replace(" ", "-") for gpu in GPUS]
+        else:
+            yield name, [str(choice) for choice in param.type_descriptor.choices or ()]
+    if "recipe" in sections:
+        yield "recipe", recipe_names()
+    recipe = dict(_keys(Recipe)) if sections else {}
+    yield from recipe.items()
+    if "sweep" in sections:
+        yield from ((f"sweep.{key}", values) for key, values in recipe.items())
+    yield from ((key, values) for key, values in _keys(Slurm) if key in sections)
+
+
+def _files(start: str) -> list[str]:
+    """The files and folders whose paths begin so; in place of one folder what is in it."""
+    found = [
+        path + "/" * os.path.isdir(path) for path in sorted(glob.glob(f"{glob.escape(start)}*"))
     ]
-
-
-def _choices(name: str, kind: Any) -> list[str]:
-    """The values that an option of this type may have, if they are few."""
-    if name == "gpu":
-        return [gpu.name.lower().replace(" ", "-") for gpu in GPUS]
-    return [value for value in _values(kind) if value != "null"]
+    folder = len(found) == 1 and found[0].endswith("/")
+    return [*found, *_files(found[0])] if folder else found
 
 
 def _keys(section: type[Section], path: tuple[str, ...] = ()) -> Iterator[tuple[str, list[str]]]:

@@ -37,7 +37,7 @@ def doctor(
     ] = None,
     out: Annotated[
         Path | None,
-        option("Write the report, for `launcher plan rates=FILE`.", "FILE", "--out", "--json"),
+        option("Write the report, for `launcher plan rates=FILE`.", "FILE"),
     ] = None,
     shared: Annotated[
         Path | None, option("A folder that each node must write to and read.", "FOLDER")
@@ -89,7 +89,7 @@ def doctor(
         return _examine_group(checks, environment, out, quick=quick)
     if quick:
         what = "is for several nodes, each with a torchrun (launcher doctor --help)"
-        raise RecipeError(f"command line: quick: {what}")
+        raise RecipeError(f"command line: --quick: {what}")
     return _examine_machine(checks, out)
 
 

@@ -38,11 +38,7 @@ def export(
     run: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, or one of its checkpoints.")
     ],
-    folder: Annotated[
-        Path | None,
-        typer.Argument(metavar="OUT", help="Folder to write, new or empty; also out=OUT."),
-    ] = None,
-    out: Annotated[Path | None, option("The same as OUT.", "OUT")] = None,
+    out: Annotated[Path, option("Folder to write, new or empty.", "OUT")],
     step: Annotated[
         int | None,
         option("Checkpoint of this step. Default: the newest, or RUN_DIR/hf.", "N"),
@@ -89,13 +85,8 @@ def export(
       launcher export runs/qwen3_8b out=exported dtype=bfloat16
     """
     configure_logging(stream="stderr")
-    if (out is None) == (folder is None):
-        what = "missing; give" if out is None else f"{folder} and out={out}: give one of them as"
-        raise RecipeError(f"command line: {what} out=FOLDER, the folder to write")
-    out = out or folder
-    assert out is not None
     if base is not None and not merged and not verify:
-        raise RecipeError("command line: base: needs merged=true")
+        raise RecipeError("command line: base: needs --merged")
     if step is not None:
         run = checkpoint_of_step(run, step)
     with contextlib.ExitStack() as held:
@@ -182,7 +173,7 @@ def _write(
     else:
         adapter = (weights / "adapter_config.json").is_file()
         if merged and not adapter:
-            raise RecipeError(f"command line: merged=true: {weights} has no adapter to merge")
+            raise RecipeError(f"command line: --merged: {weights} has no adapter to merge")
         from launcher.checkpoint.export import export_folder
 
         export_folder(weights, out, dtype=dtype, merged=merged)

@@ -24,7 +24,7 @@ def inspect(
     ] = None,
     out: Annotated[
         Path | None,
-        option("Also write the page as HTML, with the images of rows.", "FILE", "--out", "--html"),
+        option("Also write the page as HTML, with the images of rows.", "FILE"),
     ] = None,
     gpus: CheckedGpus = None,
     nodes: CheckedNodes = 1,

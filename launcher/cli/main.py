@@ -6,16 +6,15 @@ import contextlib
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
 
 from launcher import __version__
 from launcher.cli import requests
-from launcher.cli.app import Command, NewCommand, SubmitCommand, SweepCommand
+from launcher.cli.app import Command, NewCommand, RecipeCommand, SubmitCommand, SweepCommand
 from launcher.cli.chat import chat
-from launcher.cli.completion import completion
 from launcher.cli.doctor import doctor
 from launcher.cli.export import export
 from launcher.cli.inspect import inspect
@@ -36,14 +35,12 @@ from launcher.recipe.find import recipe_names
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     epilog=f"Shipped recipes: {', '.join(recipe_names())}.",
     context_settings={
         "help_option_names": ["-h", "--help"],
         "max_content_width": 100,
-        "token_normalize_func": lambda name: name.replace("_", "-"),
     },
 )
 
@@ -65,31 +62,29 @@ def launcher(
 ) -> None:
     """Trains models with one recipe on any number of GPUs.
 
-    Options may be written --name value or name=value.
+    Values are name=value, switches --name: launcher plan recipe=sft gpus=8 --json
     """
 
 
-_COMMANDS = (
-    new,
-    train,
-    plan,
-    show,
-    inspect,
-    prepare,
-    status,
-    report,
-    rows,
-    submit,
-    export,
-    chat,
-    selftest,
-    doctor,
-    schema,
-    completion,
-)
-for function in _COMMANDS:
+_COMMANDS: dict[Callable[..., int], type[Command]] = {
+    new: NewCommand,
+    train: SweepCommand,
+    plan: RecipeCommand,
+    show: RecipeCommand,
+    inspect: RecipeCommand,
+    prepare: RecipeCommand,
+    status: Command,
+    report: Command,
+    rows: Command,
+    submit: SubmitCommand,
+    export: Command,
+    chat: Command,
+    selftest: RecipeCommand,
+    doctor: Command,
+    schema: Command,
+}
+for function, kind in _COMMANDS.items():
     about = (function.__doc__ or "").partition("\n")[0]
-    kind = {submit: SubmitCommand, train: SweepCommand, new: NewCommand}.get(function, Command)
     app.command(cls=kind, short_help=about)(function)
 
 
@@ -110,8 +105,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The console script: turns exceptions into a message and an exit status."""
-    if "_LAUNCHER_COMPLETE" in os.environ:  # by a script of earlier versions, at each completion
-        return EXIT_DONE
+    if "_LAUNCHER_COMPLETE" in os.environ:  # a shell completes words
+        app(prog_name="launcher")
     prepare_streams()
     hide_irrelevant_warnings()
     try:

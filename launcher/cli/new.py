@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from launcher.cli.app import option
+from launcher.cli.app import flag, make_parent_of_file, option
 from launcher.cli.new_from import new_from, write_text
 from launcher.cli.plan import machine_to_plan
 from launcher.console import bytes_as_text, program, two_digits, working
@@ -27,9 +27,8 @@ from launcher.planner.machine import Machine
 from launcher.recipe.derived import Choices, Derived
 from launcher.recipe.load import load_recipe
 from launcher.recipe.model_config import why_not_packed
-from launcher.recipe.schema import Recipe
-from launcher.recipe.section import Section
-from launcher.recipe.yaml_text import as_override, parse_yaml
+from launcher.recipe.schema import Recipe, Strategy
+from launcher.recipe.yaml_text import as_override
 from launcher.sources.finding import first_row, rows_as_text
 from launcher.sources.hub import model_folder
 from launcher.sources.layouts import (
@@ -45,21 +44,36 @@ if TYPE_CHECKING:
     from launcher.planner.candidates import Configuration
     from launcher.planner.search import SearchResult
 
-_METHODS = {
-    "full": "",
-    "lora": "lora: {rank: 16, alpha: 32}",
-    "qlora": "lora: {rank: 16, alpha: 32, quantize: nf4}  # base weights in 4 bits",
-    "dpo": "preference: {loss: dpo, beta: 0.1}",
-    "kto": "kto: {beta: 0.1}",
+_METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"lora.rank": 16, "lora.alpha": 32},
+    "qlora": {"lora.rank": 16, "lora.alpha": 32, "lora.quantize": "nf4"},
+    "dpo": {"preference.loss": "dpo", "preference.beta": 0.1},
+    "kto": {"kto.beta": 0.1},
 }
-"""Of each method the section that it adds."""
-_SIZES = {
+"""Of each method the keys that it adds."""
+_ABOUT = {
     "run.epochs": "passes over the data",
     "data.sequence_length": "tokens; longer chats are dropped",
     "batch.global_batch_size": "sequences per optimizer step, over all ranks",
     "schedule.warmup_steps": "steps in which the learning rate rises",
+    "batch.micro_batch_size": "of a rank and forward pass; the rest is accumulated",
+    "data.kind": "by the columns of the data",
+    "lora.quantize": "base weights in 4 bits",
+    "checkpoint.export": "RUN_DIR/hf, for from_pretrained",
 }
-"""What sizes are, for a reader who has not seen them."""
+"""What keys are, for a reader who has not seen them."""
+_SIZES = (
+    "run.epochs",
+    "data.validation_split",
+    "data.sequence_length",
+    "batch.global_batch_size",
+    "optimizer.learning_rate",
+    "schedule.warmup_steps",
+    "evaluation.every_steps",
+    "checkpoint.every_steps",
+)
+"""Keys that are `auto` until the rows have decided them."""
 _ROWS = {
     "dpo": ("preference", "chosen and rejected"),
     "kto": ("unpaired", "a label that says whether the answer is good"),
@@ -75,15 +89,13 @@ def new(
     ],
     model: Annotated[
         str | None,
-        option("Folder or hub id of the model.", "MODEL", "--model", "--model.path"),
+        option("Folder or hub id of the model.", "MODEL"),
     ] = None,
     data: Annotated[
         str | None,
         option(
             "Training data: a file, a pattern, a folder or a hub id.",
             "DATA",
-            "--data",
-            "--data.train",
         ),
     ] = None,
     method: Annotated[
@@ -110,13 +122,16 @@ def new(
             "Config of axolotl, LLaMA-Factory, torchtune or TRL that becomes the recipe. Several, as "
             "A.yaml,B.yaml, are read as one.",
             "FILE",
-            "--from",
+            name="from",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        option("File for the recipe. Default: standard output.", "FILE", "--out", "--output"),
+        option("File for the recipe. Default: standard output.", "FILE"),
     ] = None,
+    force: Annotated[
+        bool, flag("--force", "Replace the file of out=, which may be edited.")
+    ] = False,
 ) -> int:
     """Write a recipe with the fastest configuration that fits, to standard output.
 
@@ -134,6 +149,11 @@ def new(
       launcher new model=Qwen/Qwen3-8B data=chat.jsonl gpu=h100 gpus=8 method=full out=my.yaml
       launcher new from=axolotl.yaml gpus=8 out=my.yaml
     """
+    if out is not None:
+        make_parent_of_file(out, "out")
+        if out.exists() and not force:
+            what = "the file exists; give another name, or --force to replace it"
+            raise RecipeError(f"command line: out={out}: {what}")
     if from_files is not None:
         return new_from(
             from_files,
@@ -158,7 +178,7 @@ def new(
         print(*notes, sep="\n", file=sys.stderr)
     kind, attachments = _kind(data, method)
     wanted = Wanted(model, data, kind, method, sequence_length, attachments)
-    draft = load_text(wanted.text(machine), machine)
+    draft = load_text(as_yaml(wanted.keys(machine)), machine)
 
     from launcher.planner import decisions, sizes
     from launcher.planner.facts import Facts, Rows
@@ -172,7 +192,7 @@ def new(
         _, chosen = decisions.resolve(planned, facts, decisions.needing("recipe", "rows"))
         wanted = replace(wanted, choices={key: one for each in chosen for key, one in each.items()})
     with working("searching for the fastest configuration that fits"):
-        draft = load_text(wanted.text(machine), machine)
+        draft = load_text(as_yaml(wanted.keys(machine)), machine)
         planned, note = plannable(draft)
         result = search_configurations(planned, machine)
         if result.best is None:
@@ -188,11 +208,8 @@ def new(
         seconds = seconds_of_step(result.best.seconds, best, run.tokens)
         long = run.text(seconds, device=machine.device)
     file = "THIS_FILE" if out is None else str(out)
-    lines = [
-        *_header(wanted, result, machine, note, file, long=str(long)),
-        wanted.text(machine, best),
-    ]
-    text = "\n".join(lines)
+    header = _header(wanted, result, machine, note, file, long=str(long))
+    text = "\n".join([*header, as_yaml(wanted.keys(machine, best))])
     load_text(text, machine)
     write_text(text, out)
     print(long, file=sys.stderr)
@@ -295,90 +312,72 @@ class Wanted:
             words.append(f"sequence_length={self.sequence_length}")
         return f"{program()} new {shlex.join(words)}"
 
-    def text(self, machine: Machine, best: Recipe | None = None) -> str:
-        """The recipe as YAML, with the configuration of `best`; None: one that every model has."""
-        on_cpu = machine.device == "cpu"
-        section = _METHODS[self.method]
+    def keys(self, machine: Machine, best: Recipe | None = None) -> Choices:
+        """The keys of the recipe, and what each is or why it has its value. best: what the plan has
+        chosen; None: a configuration that every model has."""
         model, data = (
             re.sub(r"\W+", "_", name.lower()).strip("_")
             for name in (Path(self.model).name, Path(self.data).name.split(".")[0])
         )
-        name = "_".join(filter(None, [model or "model", self.method, data]))
-        micro = 1 if best is None else best.batch.micro_batch_size
-        lines = [
-            *("run:", f"  name: {name}", f"  {self._size('run.epochs')}"),
-            *(["  device: cpu"] if on_cpu else ()),
-            *("model:", f"  path: {_scalar(self.model)}"),
-            *(["  compile: auto  # torch.compile on GPUs"] if best and best.model.compile else ()),
-            *("data:", f"  kind: {self.kind}  # by the columns of the data"),
-            f"  train: [{_scalar(self.data)}]",
-            f"  {self._size('data.validation_split')}",
-            f"  {self._size('data.sequence_length')}",
-        ]
-        if "data.packing" in self.choices:
-            lines.append(f"  {self._size('data.packing')}")
-        elif best is not None and not best.data.packing:
-            lines.append("  packing: false  # this model cannot keep packed documents apart")
-        lines += [
-            "batch:",
-            f"  {self._size('batch.global_batch_size')}",
-            f"  micro_batch_size: {micro}  # of a rank and forward pass; the rest is accumulated",
-        ]
+        values = {
+            "run.name": "_".join(filter(None, [model or "model", self.method, data])),
+            "model.path": self.model,
+            "data.kind": self.kind,
+            "data.train": [self.data],
+            **dict.fromkeys(_SIZES, "auto"),
+            "batch.micro_batch_size": 1,
+            "optimizer.weight_decay": 0.0,
+            "checkpoint.export": "at_end",
+            **_METHODS[self.method],
+        }
+        if machine.device == "cpu":
+            values["run.device"] = "cpu"
         if best is not None:
-            lines.append(f"strategy: {_flow(best.strategy, 'kind')}")
-            if best.activation_checkpointing is not None:
-                mode = _flow(best.activation_checkpointing, "mode")
-                lines.append(f"activation_checkpointing: {mode}")
-        lines += [
-            *(
-                f"{nouns}: {{train: none}}  # or projector, or all: docs/{nouns}.md"
-                for kind, nouns in ATTACHMENTS.items()
-                if kind in self.attachments
-            ),
-            *([section] if section else ()),
-            "optimizer:",
-            f"  {self._size('optimizer.learning_rate')}",
-            "  weight_decay: 0.0",
-            "schedule:",
-            f"  {self._size('schedule.warmup_steps')}",
-            "evaluation:",
-            f"  {self._size('evaluation.every_steps')}",
-            "checkpoint:",
-            f"  {self._size('checkpoint.every_steps')}",
-            "  export: at_end  # RUN_DIR/hf, for from_pretrained",
-        ]
-        return "\n".join(lines) + "\n"
+            from launcher.planner.candidates import changes_between
 
-    def _size(self, key: str) -> str:
-        """A key with its value, and what it is or why it has this value."""
-        name = key.partition(".")[2]
-        if key == "data.sequence_length" and self.sequence_length is not None:
-            return f"{name}: {self.sequence_length}  # {_SIZES[key]}"
-        choice = self.choices.get(key, Derived("auto", ""))
-        what = _SIZES.get(key)
-        if key == "data.sequence_length" and self.kind == "text":
-            what = "tokens"
-        about = "; ".join(text for text in (what, choice.reason) if text)
-        return f"{name}: {as_override(key, choice.value).partition('=')[2]}  # {about}"
+            values["strategy.kind"] = best.strategy.kind
+            values |= dict(changes_between(Strategy(), best.strategy, "strategy"))
+            checkpointing = best.activation_checkpointing
+            values |= dict(changes_between(None, checkpointing, "activation_checkpointing"))
+            values["batch.micro_batch_size"] = best.batch.micro_batch_size
+        chosen = {key: Derived(value, _ABOUT.get(key, "")) for key, value in values.items()}
+        if self.kind == "text":
+            chosen["data.sequence_length"] = Derived("auto", "tokens")
+        if best is not None and best.model.compile:
+            chosen["model.compile"] = Derived("auto", "torch.compile on GPUs")
+        if best is not None and not best.data.packing:
+            why = "this model cannot keep packed documents apart"
+            chosen["data.packing"] = Derived(False, why)
+        for nouns in (nouns for kind, nouns in ATTACHMENTS.items() if kind in self.attachments):
+            chosen[f"{nouns}.train"] = Derived("none", f"or projector, or all: docs/{nouns}.md")
+        for key, choice in self.choices.items():
+            about = chosen[key].reason if key in _SIZES else ""
+            why = "; ".join(text for text in (about, choice.reason) if text)
+            chosen[key] = Derived(choice.value, why)
+        if self.sequence_length is not None:
+            what = _ABOUT["data.sequence_length"]
+            chosen["data.sequence_length"] = Derived(self.sequence_length, what)
+        return chosen
 
 
-def _flow(section: Section, first: str) -> str:
-    """The keys of a section that differ from their defaults, and the first one."""
-    pairs = []
-    for name, value in vars(section).items():
-        if name == first or value != getattr(type(section)(), name):
-            nested = isinstance(value, Section)
-            inner = _flow(value, next(iter(vars(value)))) if nested else _scalar(value)
-            pairs.append(f"{name}: {inner}")
-    return f"{{{', '.join(pairs)}}}"
-
-
-def _scalar(value: object) -> str:
-    """A value in YAML; a text in quotes only where it would be something else without."""
-    if not isinstance(value, str):
-        return json.dumps(value)
-    plain = re.fullmatch(r"[\w.][\w./-]*", value) and parse_yaml(value)[0] == value
-    return value if plain else json.dumps(value, ensure_ascii=False)
+def as_yaml(chosen: Choices) -> str:
+    """A recipe with these keys, and with the reasons as comments."""
+    plain: dict[str, Any] = {name: {} for name in Recipe.__dataclass_fields__}
+    for key, choice in chosen.items():
+        *above, last = key.split(".")
+        place = plain
+        for part in above:
+            place = place.setdefault(part, {})
+        place[last] = choice.value
+    lines = []
+    for section, values in plain.items():
+        lines += [f"{section}:"] if values else []
+        for name, value in values.items():
+            why = chosen.get(f"{section}.{name}")
+            reason = "" if why is None else why.reason
+            written = as_override(name, value).partition("=")[2]
+            lines.append(f"  {name}: {written}" + (f"  # {reason}" if reason else ""))
+    return "\n".join(lines) + "\n"
 
 
 def _header(
@@ -473,7 +472,7 @@ def _first_fit(changes: Iterable[tuple[Wanted, Machine]], *, offload: bool = Tru
         size = -(-32 // machine.ranks) * machine.ranks  # the rows decide it when it is asked for
         choices = wanted.choices | {"batch.global_batch_size": Derived(size, "")}
         wanted = replace(wanted, choices=choices)
-        recipe, _ = plannable(load_text(wanted.text(machine), machine))
+        recipe, _ = plannable(load_text(as_yaml(wanted.keys(machine)), machine))
         found = smallest_that_fits(recipe, machine)
         if found is not None and (offload or found.strategy.cpu_offload is None):
             return wanted.command(machine)

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from launcher.cli.app import make_parent_of_file
 from launcher.errors import EXIT_DONE, EXIT_NO
 
 
@@ -52,11 +51,10 @@ def new_from(
 
 
 def write_text(text: str, out: Path | None) -> None:
-    """Writes a recipe to a file, or to standard output. Raises RecipeError."""
+    """Writes a recipe to a file, or to standard output."""
     if out is None:
         print(text, end="")
         return
-    make_parent_of_file(out, "out")
     out.write_text(text, encoding="utf-8")
 
 

@@ -7,7 +7,6 @@ status is 3 if the planned peak is more than 5 % above or 2 % below the measured
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import json
@@ -15,6 +14,7 @@ import os
 import shutil
 import sys
 from contextvars import copy_context
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -30,15 +30,11 @@ from launcher.planner.machine import Machine
 from launcher.planner.page import write_plan
 from launcher.planner.plan_as_json import as_json
 from launcher.recipe.load import LoadedRecipe, load_recipe
+from launcher.recipe.rules import fits_ranks
 from launcher.reliability.json_files import Json
 
 _Nodes = Annotated[int, option("Nodes.", "N")]
-_Gpus = Annotated[
-    int | None,
-    option(
-        "GPUs per node. Default: those of this machine, or 1.", "N", "--gpus", "--gpus-per-node"
-    ),
-]
+_Gpus = Annotated[int | None, option("GPUs per node. Default: those of this machine, or 1.", "N")]
 _Gpu = Annotated[
     str | None,
     option("Name of the GPU, such as h100, or cpu. Default: the devices of this machine.", "NAME"),
@@ -50,13 +46,8 @@ _HostMemory = Annotated[
     int | None, option("Host memory of a node, such as 1TiB.", "SIZE", parser=read_size)
 ]
 _Rates = Annotated[Path | None, option("Measured rates, from `launcher doctor out=FILE`.", "FILE")]
-_Search = Annotated[
-    bool,
-    flag(
-        "--search/--no-search",
-        "Search for the fastest configuration that fits; not with --verify.",
-        earlier="--ladder/--no-ladder",
-    ),
+_NoSearch = Annotated[
+    bool, flag("--no-search", "Do not search for the fastest configuration that fits.")
 ]
 _Verify = Annotated[
     bool, flag("--verify", "Train three steps here and print measured beside planned memory.")
@@ -64,23 +55,21 @@ _Verify = Annotated[
 _Measure = Annotated[
     bool, flag("--measure", "Train steps of the fastest by plan here; auto takes the fastest.")
 ]
-_Out = Annotated[
-    Path | None, option("Also write the plan as an HTML page.", "FILE", "--out", "--html")
-]
+_Out = Annotated[Path | None, option("Also write the plan as an HTML page.", "FILE")]
 _Json = Annotated[bool, flag("--json", "Print one JSON object; sizes are in bytes.")]
 
 
 def plan(
     overrides: Overrides,
     nodes: _Nodes = 1,
-    gpus_per_node: _Gpus = None,
+    gpus: _Gpus = None,
     gpu: _Gpu = None,
     gpu_memory: _GpuMemory = None,
     host_memory: _HostMemory = None,
     rates: _Rates = None,
-    search: _Search = True,
+    no_search: _NoSearch = False,
     verify: _Verify = False,
-    measure_fastest: _Measure = False,
+    measure: _Measure = False,
     out: _Out = None,
     print_json: _Json = False,
 ) -> int:
@@ -93,29 +82,37 @@ def plan(
       launcher plan recipe=qwen3_8b gpu=a100-40gb gpus=8
       launcher plan recipe=quickstart gpu=cpu gpus=2 --measure
     """
-    if gpu is None:
-        with contextlib.suppress(RecipeError):  # raised below, with the rules about ranks
-            given = load_recipe(overrides, ranks=None, files=False).recipe
-            gpu = "cpu" if given.run.device == "cpu" else None
+    loaded = load_recipe(overrides, ranks=None, files=False)
+    if gpu is None and loaded.recipe.run.device == "cpu":
+        gpu = "cpu"
     machine, notes = machine_to_plan(
         gpu,
-        gpus_per_node,
+        gpus,
         nodes=nodes,
         memory=gpu_memory,
         host_memory=host_memory,
         rates=None if rates is None else machines.read_rates(rates),
     )
-    loaded = load_recipe(overrides, ranks=machine.ranks, files=False)
+    if not fits_ranks(loaded.recipe, machine.ranks):
+        load_recipe(
+            overrides, ranks=machine.ranks, files=False
+        )  # raises, with the place of the key
     if out is not None:
         make_parent_of_file(out, "out")
-    if verify and measure_fastest:
-        raise RecipeError("command line: verify, measure: give one of them")
-    if verify or measure_fastest:
-        machine = _this_machine(machine, "verify" if verify else "measure", gpu)
+    if verify and measure:
+        raise RecipeError("command line: --verify, --measure: give one of them")
+    if verify or measure:
+        machine = _this_machine(machine, "--verify" if verify else "--measure", gpu)
+    asked = _Asked(
+        overrides=overrides,
+        search=not (no_search or verify),
+        verify=verify,
+        measure=measure,
+        quiet=print_json,
+    )
     set_compile_cache(cache_folder(loaded.recipe.data.cache))
     try:
-        arguments = (notes, search and not verify, verify, measure_fastest, print_json)
-        report = copy_context().run(_report, loaded, overrides, machine, *arguments)
+        report = copy_context().run(_report, loaded, machine, notes, asked)
     except TrainingError as error:
         print(error, file=sys.stderr)
         return EXIT_FAILED
@@ -129,16 +126,20 @@ def plan(
     return EXIT_NO if report["fits"] is False or wrong else EXIT_DONE
 
 
-def _report(
-    loaded: LoadedRecipe,
-    overrides: list[str],
-    machine: Machine,
-    notes: list[str],
-    with_search: bool,
-    verify: bool,
-    measure_fastest: bool,
-    quiet: bool,
-) -> Json:
+@dataclass(frozen=True)
+class _Asked:
+    """What a plan is asked for."""
+
+    overrides: list[str]
+    """`recipe=NAME`, and the keys that it sets."""
+    search: bool
+    verify: bool
+    measure: bool
+    quiet: bool
+    """Whether to print no progress."""
+
+
+def _report(loaded: LoadedRecipe, machine: Machine, notes: list[str], asked: _Asked) -> Json:
     """The plan as JSON. Raises TrainingError if the processes that `verify` starts fail."""
     # These modules import torch; errors in the command line are reported before
     from launcher.models.attention import planned_gpu
@@ -162,8 +163,8 @@ def _report(
         planned_gpu.set(machine.name)
     gc.freeze()  # collections would scan the imported modules again and again
     check_config_keys(loaded)
-    recipe, progress = loaded.recipe, partial(working, quiet=quiet)
-    if not (verify or measure_fastest):
+    recipe, progress = loaded.recipe, partial(working, quiet=asked.quiet)
+    if not (asked.verify or asked.measure):
         recipe, known = known_models.with_known_config(recipe)
         notes = [*notes, known] if known else notes
     with progress("counting the rows"):
@@ -172,19 +173,22 @@ def _report(
         ranks=machine.ranks,
         rows=rows,
         machine=machine,
-        why_eager=why_eager(machine.device, check_triton=verify or measure_fastest),
+        why_eager=why_eager(machine.device, check_triton=asked.verify or asked.measure),
         profiles=choice.profiled(machine),
     )
     recipe, chosen = decisions.resolve(recipe, facts, decisions.needing("recipe", "rows"))
-    overrides = [*overrides, *(word for each in chosen for word in decisions.overrides_of(each))]
+    overrides = [
+        *asked.overrides,
+        *(word for each in chosen for word in decisions.overrides_of(each)),
+    ]
     chosen_sizes = sizes.sizes_text(rows, chosen).splitlines() if chosen else []
     with progress("choosing what is auto"):
         # Measurements compare configurations that compute logits again
-        logits = not measure_fastest
+        logits = not asked.measure
         recipe, added, reasons = decisions.resolve_for_plan(recipe, facts, logits=logits)
         overrides, notes = [*overrides, *added], [*notes, *reasons]
     result = verified = trials = None
-    if with_search:  # first: it traces the recipe together with other configurations
+    if asked.search:  # first: it traces the recipe together with other configurations
         with progress("tracing steps and searching for a faster configuration"):
             result = search.search_configurations(recipe, machine, keep_written=True)
     with progress("tracing a step"):
@@ -195,10 +199,10 @@ def _report(
         except RecipeError as error:
             notes = [*notes, f"training refuses it: {error}"]
     planned = dataclasses.replace(planned, notes=(*notes, *planned.notes))
-    if measure_fastest:
+    if asked.measure:
         with progress("measuring the configurations that should be fastest") as show:
             trials = fastest.measure_fastest(overrides, recipe, machine, show=show)
-    if verify:
+    if asked.verify:
         gpus = machine.device == "cuda"
         with progress("training three steps"):
             (verified,) = measurement.measure_recipes([overrides], ranks=machine.ranks, gpus=gpus)
@@ -227,21 +231,21 @@ def _report(
 def _this_machine(machine: Machine, option: str, gpu: str | None) -> Machine:
     """The machine with the memory of this one, as `auto` counts it, unless it was given.
 
-    `option` is `verify` or `measure`, and `gpu` the argument of the command. Raises RecipeError
+    `option` is `--verify` or `--measure`, and `gpu` the argument of the command. Raises RecipeError
     unless this machine has the planned devices.
     """
     problem, ranks = "", machine.gpus_per_node
     _, _, present = detect_gpus() or ("", 0, 0)
     if machine.nodes > 1:
         problem = "trains on this node only; remove nodes"
-    elif option == "measure" and (gpu or "cpu").lower() != "cpu":
+    elif option == "--measure" and (gpu or "cpu").lower() != "cpu":
         problem = f"measures the GPUs of this machine; remove gpu={gpu}, or use cpu"
     elif machine.device == "cuda" and present < ranks:
         problem = f"this machine has {present or 'no'} GPUs for {ranks} ranks; "
-        problem += "give gpus_per_node, or gpu=cpu"
+        problem += "give gpus=N, or gpu=cpu"
     if problem:
         raise RecipeError(f"command line: {option}: {problem}")
-    if option == "measure" and machine.device == "cuda":
+    if option == "--measure" and machine.device == "cuda":
         machine = dataclasses.replace(
             machine, host_memory=machine.host_memory or memory_here.allowed()
         )

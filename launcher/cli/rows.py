@@ -43,8 +43,9 @@ def rows(
     ] = False,
     trust_run: Annotated[bool, flag("--trust-run", TRUST_HELP)] = False,
 ) -> int:
-    """List the rows that a step was trained on: file, line, tokens and the beginning of the text, in
-    a chat that of the user's last turn.
+    """List the rows that a step was trained on: file, line, tokens and beginning of the text.
+
+    Of a chat the text is that of the user's last turn.
 
     The order of samples is a function of seed and step, so nothing was logged for this. Start it
     in the folder in which the run was started.
@@ -55,9 +56,9 @@ def rows(
     """
     configure_logging(stream="stderr")
     recipe = _recipe(run, step, loss=loss)
-    # The model is built for losses only; the data has no other code
-    model = recipe.model if loss else Model(config={})
-    needed = dataclasses.replace(recipe, model=model, objective=None)
+    # The model is built and the loss computed for losses only; the data has no other code
+    without = dataclasses.replace(recipe, model=Model(config={}), objective=None)
+    needed = recipe if loss else without
     refuse_code(needed, run / "recipe.yaml", trust_run=trust_run)
     events, size = RunFolder(run).read_events(), recipe.batch.global_batch_size
     built = [event for event in events if event["event"] == "built"]
@@ -79,8 +80,12 @@ def rows(
         title += f"{len(trained):,} rows"
         if 0 < (last := RunFolder(run).last_step()) < step:
             print(f"note: step {last:,} is the last one that the run has recorded")
-        print(title + (f"; {skipped:,} batches before it were skipped" if skipped else ""))
-        losses = _losses(run, recipe, step, trained, trust_run=trust_run) if loss else None
+        title += f"; {skipped:,} batches before it were skipped" if skipped else ""
+        losses = None
+        if loss:
+            losses, weights = _losses(run, recipe, step, trained, trust_run=trust_run)
+            title += f"\n{weights}"
+        print(title)
         _print_rows(trained, losses, recipe)
     return EXIT_DONE
 
@@ -238,8 +243,9 @@ def _nearest(run: Path, step: int, held: contextlib.ExitStack) -> Path | None:
 
 def _losses(
     run: Path, recipe: Recipe, step: int, rows: list[TrainedRow], *, trust_run: bool
-) -> list[float]:
-    """The loss of each row, in float32, without dropout and without the rest of its sequence."""
+) -> tuple[list[float], str]:
+    """The loss of each row, in float32, without dropout and without the rest of its sequence; and a
+    line about the weights that compute it."""
     import torch
 
     from launcher.checkpoint.export import open_checkpoint_weights, open_exported_weights
@@ -251,7 +257,6 @@ def _losses(
     from launcher.objectives.base import dataset_objective
     from launcher.objectives.make import make_objective
 
-    refuse_code(recipe, run / "recipe.yaml", trust_run=trust_run)
     gpu = torch.cuda.is_available() and recipe.run.device != "cpu"
     device = torch.device("cuda" if gpu else "cpu")
     with contextlib.ExitStack() as held:
@@ -273,7 +278,6 @@ def _losses(
     for line in read_jsonl(run / "metrics.jsonl", wanted=lambda line: wanted in line):
         if line.get("step") == step and line.get("loss") is not None:
             title += f"; the step's loss in training was {line['loss']:.4f}"
-    print(title)
     objective = make_objective(recipe).for_validation()
     for row in rows:
         dataset, sample = row.dataset, row.sample
@@ -289,11 +293,10 @@ def _losses(
                 raise RecipeError(f"{row.where}: {error}") from None
         collated = raise_error(dataset.collate([sample]))
         with torch.no_grad():
-            summed = float(
-                dataset_objective(dataset).loss(model, to_device(collated.micro_batch, device))
-            )
-        losses.append(summed / collated.weight if collated.weight else math.nan)
-    return losses
+            sums = dataset_objective(dataset).loss(model, to_device(collated.micro_batch, device))
+        # The sums of its metrics follow the loss
+        losses.append(float(sums.flatten()[0]) / collated.weight if collated.weight else math.nan)
+    return losses, title
 
 
 def _print_rows(rows: list[TrainedRow], losses: list[float] | None, recipe: Recipe) -> None:

@@ -13,7 +13,7 @@ from launcher.recipe.load import load_recipe
 
 def selftest(
     overrides: Overrides,
-    ranks: Annotated[int, option("GPUs, or processes on the CPU.", "N", "--gpus", "--ranks")] = 2,
+    gpus: Annotated[int, option("GPUs, or processes on the CPU.", "N")] = 2,
     steps: Annotated[int, option("Optimizer steps of each variant.", "N")] = 5,
     shrink: Annotated[bool, flag("--shrink", "Make the model small.")] = False,
 ) -> int:
@@ -25,7 +25,7 @@ def selftest(
 
     \b
     Example:
-      launcher selftest recipe=fsdp shrink=true gpus=2
+      launcher selftest recipe=fsdp gpus=2 --shrink
     """
     recipe = load_recipe(overrides, ranks=None).recipe  # reports mistakes before any process starts
     setting = {
@@ -34,8 +34,8 @@ def selftest(
         "steps": steps,
         "shrink": shrink,
     }
-    print(f"starting {ranks} processes ...", flush=True)
-    ended = run_ranks("launcher.diagnostics.selftest", setting, ranks=ranks, console=True)
+    print(f"starting {gpus} processes ...", flush=True)
+    ended = run_ranks("launcher.diagnostics.selftest", setting, ranks=gpus, console=True)
     if ended.result not in (EXIT_DONE, EXIT_NO):
         print(ended.printed, end="", file=sys.stderr)
     # torchrun's own status is 0 or 1

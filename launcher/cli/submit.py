@@ -64,6 +64,7 @@ class SubmittedRun:
 
 def submit(
     overrides: Overrides,
+    gpus: Annotated[int | None, option("GPUs per node (slurm.gpus_per_node).", "N")] = None,
     gpu: Annotated[
         str | None,
         option("GPU of the nodes, such as h100: check first whether the recipe fits.", "NAME"),
@@ -86,9 +87,9 @@ def submit(
 ) -> int:
     """Submit a Slurm job that is requeued until the run is finished.
 
-    Arguments for Slurm replace keys of the recipe's section slurm, and gpus is gpus_per_node;
-    sbatch_extra, srun_extra and setup may be repeated. sweep.KEY=A,B,C makes a job array with a run
-    folder for each value; several sweeps make all combinations.
+    Arguments for Slurm replace keys of the recipe's section slurm; sbatch_extra, srun_extra and
+    setup may be repeated. sweep.KEY=A,B,C makes a job array with a run folder for each value;
+    several sweeps make all combinations.
 
     \b
     Example:
@@ -96,6 +97,8 @@ def submit(
       launcher submit recipe=quickstart cpus=4 sweep.optimizer.learning_rate=1e-4,3e-4 throttle=2
     """
     configure_logging(stream="stderr")  # the script may be all that is wanted of the output
+    if gpus is not None:
+        overrides = [*overrides, f"slurm.gpus_per_node={gpus}"]
     overrides, sweep = sort_arguments(overrides)
     if throttle is not None and not sweep:
         raise RecipeError("command line: throttle: needs a sweep, whose runs it limits")
@@ -150,7 +153,7 @@ def sort_arguments(arguments: Sequence[str]) -> tuple[list[str], Sweep]:
     keys = {field.name for field in dataclasses.fields(Slurm)} - {"environment", *_LISTS}
     for argument in arguments:
         key, equals, value = argument.partition("=")
-        name = "gpus_per_node" if key == "gpus" else key.removeprefix("slurm.")
+        name = key.removeprefix("slurm.")
         if equals and key in _LISTS:
             lists.setdefault(key, []).append(value)
         elif equals and name in keys:
@@ -240,7 +243,7 @@ def _plan(
         print("note: whether it fits was not checked: name the GPU, such as gpu=h100")
         return EXIT_DONE, None
     nodes = node_counts(slurm)[0]  # with more nodes, each GPU holds less
-    size = [f"nodes={nodes}", f"gpus_per_node={slurm.gpus_per_node}", *plan]
+    size = [f"nodes={nodes}", f"gpus={slurm.gpus_per_node}", *plan]
     memory = re.fullmatch(r"([1-9][0-9]*)([KMGT]?)", (slurm.host_memory or "").upper())
     size += [f"host_memory={memory[1]}{memory[2] or 'M'}iB"] if memory else []
     different = [
@@ -268,7 +271,7 @@ def print_plan(arguments: Sequence[str]) -> tuple[int, int | None]:
 
     Another process plans, because torch should not stay in the memory of a login node.
     """
-    words = [sys.executable, "-m", "launcher", "plan", *arguments, "search=false", "json=true"]
+    words = [sys.executable, "-m", "launcher", "plan", *arguments, "--no-search", "--json"]
     with working("planning"):
         done = subprocess.run(
             words, env=scheduler.slurm_environment(), stdout=subprocess.PIPE, text=True

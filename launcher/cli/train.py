@@ -75,7 +75,7 @@ def train(
     \b
     Example:
       launcher train recipe=sft model.path=Qwen/Qwen3-0.6B data.train='my/data/*.jsonl'
-      launcher train recipe=quickstart run.device=cpu --gpus 2
+      launcher train recipe=quickstart run.device=cpu gpus=2
       launcher train recipe=quickstart sweep.optimizer.learning_rate=1e-4,3e-4
       launcher train recipe=fsdp nodes=2 gpus=4 node_rank=0 address=10.0.0.1:29500
     """
@@ -147,9 +147,9 @@ def _train_sweep(
     throttle: int | None,
 ) -> int:
     """Trains the runs of a sweep, prints their table, and returns the exit status."""
-    options = [f"--max-restarts={max_restarts}"]
+    options = [f"max_restarts={max_restarts}"]
     if gpus is not None:
-        options.append(f"--gpus={gpus}")
+        options.append(f"gpus={gpus}")
     local = LocalSweep(overrides, sweep, options, ranks=gpus)
     count = 0
     if local.device != "cpu":

@@ -219,7 +219,7 @@ def open_folder(folder: Path, *, key: str = "model.path") -> StoredTensors:
     if not (folder / INDEX).is_file():
         raise RecipeError(
             f"{key}: {folder} has neither {SINGLE} nor {INDEX}. For random weights, set "
-            "model.init=random. An adapter is merged by launcher export RUN_DIR OUT merged=true. "
+            "model.init=random. An adapter is merged by launcher export RUN_DIR out=OUT --merged. "
             "Pickled weights can run code when loaded; if you trust them, "
             "from_pretrained(FOLDER).save_pretrained(NEW_FOLDER) converts them"
         )

@@ -50,8 +50,6 @@ def as_json(
         "notes": list(plan.notes),
         "verified": None if measured is None else _verified(plan, measured),
         "search": None if result is None else _search(result),
-        # The name and keys of earlier versions
-        "ladder": None if result is None else _search(result, "rungs", "remedies"),
     }
 
 
@@ -68,19 +66,15 @@ def _verified(plan: Plan, measured: Measurement) -> Json:
     return {"true": peak_holds(plan.step, measured), "compared": compared}
 
 
-def _search(
-    result: SearchResult,
-    configurations: str = "configurations",
-    suggestions: str = "suggestions",
-) -> Json:
+def _search(result: SearchResult) -> Json:
     rows, best, written = result.configurations, result.best, result.written
     return {
         "considered": result.evaluated,
         "best": None if best is None else rows.index(best),
-        suggestions: list(result.suggestions),
+        "suggestions": list(result.suggestions),
         "written_seconds": asdict(written.seconds) | {"total": written.seconds.total},
         "steps": written.recipe.run.max_steps,
-        configurations: [configuration_as_json(row, written.recipe) for row in rows],
+        "configurations": [configuration_as_json(row, written.recipe) for row in rows],
     }
 
 

@@ -152,7 +152,7 @@ def rows_here(recipe: Recipe) -> Rows | str:
             lengths.append(text_lengths(store_rows(rows), _texts(data)))
         return Rows(np.concatenate(lengths), scale=max(1.0, size / max(1, read)))
     except (RecipeError, OSError) as error:
-        return f"the data or its tokenizer is not here ({first_line(error)})"
+        return f"the data or its tokenizer is not here, or cannot be read ({first_line(error)})"
     finally:
         logging.disable(before)
 
@@ -177,13 +177,13 @@ def choose_sizes(recipe: Recipe, facts: Facts) -> tuple[Recipe, Choices]:
 def sizes_text(rows: Rows | str | None, chosen: Iterable[Choices]) -> str:
     """The choices in lines below each other. rows: None: no choice depends on them."""
     choices = {key: choice for choices in chosen for key, choice in choices.items()}
-    heading = f"for {rows.text()}" if isinstance(rows, Rows) else f"the usual sizes: {rows}"
+    heading = f": for {rows.text()}" if isinstance(rows, Rows) else f": the usual sizes: {rows}"
     if rows is None:
-        heading = "by the model alone"
+        heading = " stands for"
     overrides = {as_override(key, choice.value): choice.reason for key, choice in choices.items()}
     width = max(map(len, overrides))
     lines = (f"\n      {override:<{width}}  {why}".rstrip() for override, why in overrides.items())
-    return f"auto: {heading}{''.join(lines)}"
+    return f"auto{heading}{''.join(lines)}"
 
 
 @dataclass(frozen=True)

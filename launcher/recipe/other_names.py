@@ -228,7 +228,7 @@ _BATCH = (
 )
 OPTIONS = {
     "out": "o output output_file output_path output_dir outfile file save save_to save_path html json",
-    "gpus": "devices num_devices gpu_count",
+    "gpus": "devices num_devices gpu_count gpus_per_node",
     "recipe": "config_file config_path config_name cfg yaml",
     "sequence_length": "max_length max_seq_length max_seq_len sequence_len seq_length cutoff_len",
     "max_new_tokens": "max_length max_tokens n_predict",

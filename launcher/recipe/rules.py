@@ -605,6 +605,12 @@ def _template_values(recipe: Recipe) -> Found:
             yield ("data", "chat_template_kwargs", name), "set-by-launcher", what
 
 
+def _empty_template(recipe: Recipe) -> Found:
+    template = recipe.data.chat_template
+    if template is not None and os.path.isfile(template) and not os.path.getsize(template):
+        yield "data.chat_template", "empty-file", f"the file {template} is empty"
+
+
 # Evaluation, checkpoints, Slurm
 
 
@@ -777,6 +783,7 @@ _RULES = (
     _packed_lengths,
     _micro_batch_tokens,
     _template_values,
+    _empty_template,
     _metrics,
     _whole_export,
     _nodes,

@@ -158,7 +158,7 @@ class Job:
             restarts=0,
             **self.meeting(preflight=True),
         )
-        command = [*torchrun, *doctor, "quick=true", f"out={result}"]
+        command = [*torchrun, *doctor, "--quick", f"out={result}"]
         status = self._check(_PREFLIGHT_ALL_SECONDS, log_file, *command)
         if self.stopping:
             return []

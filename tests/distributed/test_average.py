@@ -35,7 +35,15 @@ def train(folder, name, *overrides, ranks):
 
 
 def export(folder, name, *words):
-    command = [sys.executable, "-m", "launcher", "export", f"runs/{name}", f"out/{name}", *words]
+    command = [
+        sys.executable,
+        "-m",
+        "launcher",
+        "export",
+        f"runs/{name}",
+        f"out=out/{name}",
+        *words,
+    ]
     return run(command, cwd=folder).check().output
 
 

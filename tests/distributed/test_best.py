@@ -46,7 +46,7 @@ def test_the_best_checkpoint_is_exported_also_after_a_resume(tmp_path):
     kept = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
     assert kept == [f"step_{step:08d}" for step in (best, 20)]
     for step in (best, 20):
-        export = [sys.executable, "-m", "launcher.cli.main", "export", "run", f"out{step}"]
+        export = [sys.executable, "-m", "launcher.cli.main", "export", "run", f"out=out{step}"]
         run([*export, f"step={step}"], cwd=tmp_path).check()
     (tensor, *_) = found = load_file(tmp_path / "run/hf/model.safetensors")
     best_one, last = (load_file(tmp_path / f"out{step}/model.safetensors") for step in (best, 20))

@@ -17,7 +17,7 @@ right = group_checks.sum_is_right
 if rank == 1:
     group_checks.sum_is_right = lambda ranks: not right(ranks)
 from launcher.cli import main
-sys.exit(main.main(["doctor", "quick=true", *sys.argv[1:]]))
+sys.exit(main.main(["doctor", "--quick", *sys.argv[1:]]))
 """
 """Each rank simulates one of three nodes. n2 computes a wrong sum; n3 is Slurm's first node."""
 
@@ -32,7 +32,7 @@ def test_doctor_measures_this_machine(tmp_path):
             "launcher.cli.main",
             "doctor",
             "ranks=2",
-            f"json={file}",
+            f"out={file}",
             f"shared={tmp_path}",
         ],
         timeout=90,
@@ -59,7 +59,7 @@ def test_doctor_measures_this_machine(tmp_path):
 def test_doctor_reports_the_outlier_node(tmp_path):
     script, file = tmp_path / "node.py", tmp_path / "doctor.json"
     script.write_text(NODE)
-    done = torchrun(script, f"json={file}", f"shared={tmp_path}", ranks=3, timeout=90).check()
+    done = torchrun(script, f"out={file}", f"shared={tmp_path}", ranks=3, timeout=90).check()
     shown = json.loads(file.read_text())
     assert shown["bad_nodes"] == ["n2"], shown
     assert shown["fit"] is False

@@ -169,7 +169,7 @@ def test_rows_command_shows_the_losses_of_a_step(tuned, monkeypatch, capsys):
         rows = trained_rows(opened, range(16, 24), tokenizer="bytes")
     assert len(rows) == len(shown)
     targets = [int((row.sample["targets"] != IGNORED).sum()) for row in rows]
-    losses = _losses(run_dir, recipe, 3, rows, trust_run=False)
+    losses, _ = _losses(run_dir, recipe, 3, rows, trust_run=False)
     mean = sum(loss * count for loss, count in zip(losses, targets, strict=True)) / sum(targets)
     logged = read_lines(run_dir / "metrics.jsonl")[3]
     assert logged["step"] == 3
@@ -181,9 +181,9 @@ def test_export_verification_names_each_planted_fault(tuned, monkeypatch, capsys
     from safetensors.torch import load_file, save_file
 
     monkeypatch.chdir(tuned)
-    assert main(["export", "runs/chat", "runs/chat/hf", "--verify"]) == 0
+    assert main(["export", "runs/chat", "out=runs/chat/hf", "--verify"]) == 0
     assert capsys.readouterr().out == "runs/chat/hf matches runs/chat/checkpoints/step_00000006\n"
-    assert main(["export", "runs/chat", "merged", "merged=true", "dtype=bfloat16"]) == 0
+    assert main(["export", "runs/chat", "out=merged", "--merged", "dtype=bfloat16"]) == 0
     shutil.copytree("merged", "faulty")
     weights = load_file("faulty/model.safetensors")
     names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)]
@@ -198,7 +198,7 @@ def test_export_verification_names_each_planted_fault(tuned, monkeypatch, capsys
         json.dumps(generation | {"eos_token_id": 5})
     )
     capsys.readouterr()
-    assert main(["export", "runs/chat", "faulty", "--verify"]) == 3
+    assert main(["export", "runs/chat", "out=faulty", "--verify"]) == 3
     printed = capsys.readouterr().out.splitlines()
     named = [line.removeprefix("differs: ").rpartition(": ")[0] for line in printed[:-1]]
     named = [line.partition(": their")[0] for line in named]
@@ -253,12 +253,12 @@ def test_exports_of_divided_runs_are_those_of_one_rank(tuned, tmp_path, capsys, 
     (alone, divided), out = run_dirs.values(), tmp_path / "out"
     exports = {divided / "hf": [], tmp_path / "from_checkpoint": []}
     if LORA in overrides:
-        exports[tmp_path / "merged"] = ["merged=true"]
+        exports[tmp_path / "merged"] = ["--merged"]
     for folder, options in exports.items():
         checkpoint = str(divided / "checkpoints/step_00000004")
-        assert main(["export", checkpoint, str(folder), *options, "--verify"]) == 0
+        assert main(["export", checkpoint, f"out={folder}", *options, "--verify"]) == 0
         assert f"{folder} matches" in capsys.readouterr().out
-    assert main(["export", str(alone), str(out), *options]) == 0
+    assert main(["export", str(alone), f"out={out}", *options]) == 0
     for written, expected in ((divided / "hf", alone / "hf"), (folder, out)):
         found = weights_in(written)
         assert found.keys() == weights_in(expected).keys()

@@ -111,7 +111,7 @@ def test_resumed_runs_export_and_selftest(tmp_path):
         again, _ = train(name, f"checkpoint.resume={first}", *overrides, ranks=ranks)
         for step in (4, 5, 6):
             assert again[step] == pytest.approx(losses[step], rel=tolerance, abs=0), name
-    assert main(["export", f"{tmp_path}/run", f"{tmp_path}/out", "--verify"]) == 0
+    assert main(["export", f"{tmp_path}/run", f"out={tmp_path}/out", "--verify"]) == 0
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(tensor.dtype == torch.float32 for tensor in exported.values())
     command = (sys.executable, "-m", "launcher.cli.main", "selftest", f"recipe={recipe}")

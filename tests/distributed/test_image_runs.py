@@ -118,8 +118,10 @@ def test_adapters_and_the_projector(folder, words, capsys):
         own = before[name.removeprefix("base_model.model.").replace("model.visual", "visual")]
         assert not torch.equal(saved[name], own)
     out = str(folder / "runs/lora_out")
-    for merged in ("merged=false", "merged=true"):
-        assert main(["export", str(run), out, "verify=true", merged]) == 0, capsys.readouterr()
+    for merged in ((), ("--merged",)):
+        assert main(["export", str(run), f"out={out}", "--verify", *merged]) == 0, (
+            capsys.readouterr()
+        )
         shutil.rmtree(out)
     shutil.rmtree(run)
 
@@ -137,9 +139,11 @@ def test_adapters_and_a_projector_resume(folder, capsys):
     assert sum("merger" in name for name in mine) == 5
     assert mine.keys() == other.keys()
     assert all(torch.equal(mine[name], other[name]) for name in mine)
-    for number, merged in enumerate(("merged=false", "merged=true")):
+    for number, merged in enumerate(((), ("--merged",))):
         out = str(folder / f"runs/lora_resumed_{number}")
-        assert main(["export", str(run), out, "verify=true", merged]) == 0, capsys.readouterr()
+        assert main(["export", str(run), f"out={out}", "--verify", *merged]) == 0, (
+            capsys.readouterr()
+        )
 
 
 def test_the_losses_of_rows(folder, whole, capsys):
@@ -168,7 +172,7 @@ def test_other_commands_on_such_a_run(folder, whole, tmp_path, capsys):
     assert main(["prepare", recipe, f"data.cache={tmp_path}/cache"]) == 0
     assert main(["plan", recipe, "gpu=h100"]) == 0
     assert "images on 1 node x 1 H100" in capsys.readouterr().out
-    assert main(["report", str(whole), "--out", str(tmp_path / "report.html")]) == 0
+    assert main(["report", str(whole), f"out={tmp_path}/report.html"]) == 0
     assert main(["status", str(whole)]) == 0
 
 

@@ -71,7 +71,15 @@ def test_a_masked_language_model(model, tmp_path, monkeypatch):
     assert one == pytest.approx(two, rel=1e-6)
     assert one[11, "loss"] < one[1, "loss"]
     exported = AutoModelForMaskedLM.from_pretrained(tmp_path / "runs/one/hf").eval()
-    command = [sys.executable, "-m", "launcher", "export", "runs/one", "runs/one/hf", "--verify"]
+    command = [
+        sys.executable,
+        "-m",
+        "launcher",
+        "export",
+        "runs/one",
+        "out=runs/one/hf",
+        "--verify",
+    ]
     assert "matches" in run(command, cwd=tmp_path).check().output
     data = load_recipe([f"recipe={tmp_path}/x.yaml"], ranks=1, files=False).recipe.data
     opened = open_dataset(

@@ -65,9 +65,9 @@ def test_losses_and_exports_under_each_strategy(tmp_path, capsys, adapters):
     _, done = train("one", "model.new_tokens=[<call>]", ranks=1)
     assert done.status != 0
     assert "model.new_tokens: [" in done.output
-    for options in ([], ["weights=ema"], *([["merged=true"]] if adapters else [])):
+    for options in ([], ["weights=ema"], *([["--merged"]] if adapters else [])):
         out = tmp_path / f"out {' '.join(options)}"
-        words = [str(tmp_path / "offload"), str(out), *options, "--verify"]
+        words = [str(tmp_path / "offload"), f"out={out}", *options, "--verify"]
         assert main(["export", *words]) == 0, capsys.readouterr().out
         tokenizer = transformers.AutoTokenizer.from_pretrained(out)
         assert tokenizer("a</call><|turn|>")["input_ids"] == [97, 261, 262]

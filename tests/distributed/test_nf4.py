@@ -68,7 +68,7 @@ def test_resumed_runs_and_exports(trained, tmp_path, capsys):
             assert again[step] == pytest.approx(losses[step], rel=tolerance, abs=0), name
     shutil.rmtree(tmp_path / "same")
     for base in ("original", "quantized"):
-        words = [str(run), str(tmp_path / base), "merged=true", f"base={base}", "--verify"]
+        words = [str(run), f"out={tmp_path / base}", "--merged", f"base={base}", "--verify"]
         assert main(["export", *words]) == 0, capsys.readouterr().out
-    words = [str(run), str(tmp_path / "quantized"), "merged=true", "base=original", "--verify"]
+    words = [str(run), f"out={tmp_path}/quantized", "--merged", "base=original", "--verify"]
     assert main(["export", *words]) == 3

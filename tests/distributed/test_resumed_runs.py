@@ -685,7 +685,7 @@ def test_stream_resumes_exactly_and_rewinds(folder, capsys):
 def test_checkpoint_export_has_the_trained_weights(undisturbed, tmp_path, capsys):
     from transformers import LlamaForCausalLM
 
-    assert main(["export", str(undisturbed), str(tmp_path / "out")]) == 0
+    assert main(["export", str(undisturbed), f"out={tmp_path}/out"]) == 0
     assert "step_00000040" in capsys.readouterr().out
     weights = LlamaForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).state_dict()
     state = final_state(undisturbed)

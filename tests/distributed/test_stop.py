@@ -71,7 +71,7 @@ def start(folder, phase, act, **variables):
         assert wait_until(lambda: begun(process), process=process), "the phase was not reached"
         act(process)
 
-    command = [sys.executable, STOP_TRAIN, "--gpus", 2, "run.device=cpu", *SMALL, *overrides]
+    command = [sys.executable, STOP_TRAIN, "gpus=2", "run.device=cpu", *SMALL, *overrides]
     return run_dir, run(command, during=during, PHASE=phase, REACHED=str(reached), **variables)
 
 

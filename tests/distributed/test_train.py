@@ -102,7 +102,7 @@ def test_report_shows_the_recorded_run(ddp, tmp_path):
     assert sizes["parameters"] == sizes["gradients"]
     assert sizes["optimizer"] == pytest.approx(2 * sizes["parameters"], rel=0.01)
     out = tmp_path / "report.html"
-    assert main.main(["report", str(run_dir), "--out", str(out)]) == 0
+    assert main.main(["report", str(run_dir), f"out={out}"]) == 0
     page = out.read_text()
     for shown in ("Memory at the peak", "recipes/ddp.yaml", "batch.micro_batch_size"):
         assert shown in page
@@ -570,8 +570,7 @@ def test_launcher_train_returns_exit_status_of_the_run(tmp_path):
         "-m",
         "launcher.cli.main",
         "train",
-        "--gpus",
-        2,
+        "gpus=2",
         "run.device=cpu",
         *SMALL,
     ]
@@ -641,7 +640,7 @@ def test_show_and_selftest_commands(tmp_path):
         for line in shown.splitlines()
     )
     result = run(
-        [*launcher, "selftest", "recipe=fsdp", "shrink=true", "data.sequence_length=32", "steps=2"],
+        [*launcher, "selftest", "recipe=fsdp", "--shrink", "data.sequence_length=32", "steps=2"],
         timeout=150,
     ).check()
     assert "All configurations give the same losses." in result.output
@@ -690,7 +689,7 @@ def test_selftest_sees_a_planted_fault(tmp_path, fault, overrides, mark):
     rows = tmp_path / "rows.jsonl"
     write_lines(rows, [{"input_ids": list(range(2 + 5 * (i % 4), 30))} for i in range(8)])
     command = [
-        *(sys.executable, "-m", "launcher.cli.main", "selftest", "recipe=fsdp", "shrink=true"),
+        *(sys.executable, "-m", "launcher.cli.main", "selftest", "recipe=fsdp", "--shrink"),
         *("steps=2", "data.kind=tokens", f"data.train={rows}", "data.validation=null"),
         *("data.packing=false", "strategy.mixed_precision=null", *overrides),
     ]
@@ -751,7 +750,7 @@ def test_export_and_chat_need_no_data(tmp_path, capsys, monkeypatch):
     run_python(*arguments, "batch.global_batch_size=2", "batch.micro_batch_size=2").check()
     file.unlink()
     out = tmp_path / "out"
-    assert main.main(["export", str(run_dir), str(out), "--verify"]) == 0
+    assert main.main(["export", str(run_dir), f"out={out}", "--verify"]) == 0
     template = (out / "chat_template.jinja").read_text()
     assert "### Instruction" in template
     (state,) = run_dir.glob("checkpoints/*/state.json")

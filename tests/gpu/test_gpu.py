@@ -108,11 +108,11 @@ def test_selftest_finds_equal_losses(precision, ranks):
         "launcher.cli.main",
         "selftest",
         "recipe=fsdp",
-        "shrink=true",
+        "--shrink",
         "data.sequence_length=128",
         *UNCHECKED,
     ]
-    result = run([*command, f"ranks={ranks}", f"strategy.mixed_precision={precision}"], timeout=300)
+    result = run([*command, f"gpus={ranks}", f"strategy.mixed_precision={precision}"], timeout=300)
     print(result.output)
     assert result.status == EXIT_DONE or (NULL and result.status == EXIT_NO), result.output
     assert torch.cuda.get_device_name(0) in result.output

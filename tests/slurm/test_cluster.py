@@ -187,7 +187,7 @@ def jobs(request, cluster, tmp_path_factory):
     rest = ["sbatch_extra=--exclude=n1,n2,n3,n4,n8", "checkpoint.every_steps=5"]
     if everything:
         jobs.lost = jobs.submit("lost", *two, *rest, jobs.slow("lost"))
-    undisturbed = ["run.name=whole", "nodes=2", "gpus_per_node=1", "cpus=1", OTHERS]
+    undisturbed = ["run.name=whole", "nodes=2", "gpus=1", "cpus=1", OTHERS]
     jobs.whole = jobs.start_command("submit", "recipe=job.yaml", *undisturbed, "--follow")
     submissions = jobs.run_dir("whole") / "slurm/submissions.jsonl"
     cluster.wait_for(submissions.exists, 60, "the submission")
@@ -602,7 +602,7 @@ if 'RANK' in os.environ:
 @pytest.mark.long
 def test_deviating_node_is_excluded(long_jobs, whole_cluster):
     """The ranks on n2 compute a wrong sum. The check of the single node cannot detect it."""
-    lines = 'case "$*" in *quick=true*) [ "$(hostname)" = n2 ] && PATH;; esac'
+    lines = 'case "$*" in *--quick*) [ "$(hostname)" = n2 ] && PATH;; esac'
     python = wrap_python(long_jobs.folder, "sum", WRONG_SUM, lines)
     name = "beside"
     words = ("nodes=3", "cpus=2", "preflight=true", python, "run.max_steps=6")

@@ -44,9 +44,7 @@ COMMANDS = cast(TyperGroup, typer.main.get_command(app)).commands
 RECIPES = sorted((REPOSITORY / "recipes").glob("*.yaml"))
 DOCUMENTS = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
 PROGRAMS = r"(torchrun|launcher|python|make|docker|enroot|srun) "
-RUN_HERE = (
-    r"launcher (schema|completion|show|inspect recipe=quickstart|submit .*--dry-run|.*--help)\b"
-)
+RUN_HERE = r"launcher (schema|show|inspect recipe=quickstart|submit .*--dry-run|.*--help)\b"
 """Commands that `test_commands_in_documents_are_valid` runs unchanged."""
 NOT_RUN_HERE = {
     r"make ": "CI and test_finetune.py run it, or it needs a GPU. The target must exist",

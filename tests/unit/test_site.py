@@ -7,6 +7,7 @@ import re
 import pytest
 
 from docs import hooks
+from launcher.cli.app import Command
 from launcher.recipe.decode import dotted, keys
 from tests import REPOSITORY, browser
 from tests.unit.test_documents import COMMANDS, DOCUMENTS
@@ -40,9 +41,10 @@ def test_reference_lists_every_key_and_option():
     assert leaves <= found
     assert {"data.train.files", "slurm.partition", "strategy.mixed_precision.param_dtype"} <= found
     for name, command in COMMANDS.items():
+        assert isinstance(command, Command)
         part = pages["commands"].split(f"## launcher {name}\n")[1].split("\n## ")[0]
-        for option in (opt for param in command.params for opt in param.opts[:1] if "--" in opt):
-            assert f"`{option}" in part, (name, option)
+        for option in [*(f"{value}=" for value in command.values()), *command.switches()]:
+            assert f"`{option}" in part or f" {option}" in part, (name, option)
 
 
 def strings_of_the_launcher():

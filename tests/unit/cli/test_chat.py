@@ -313,10 +313,10 @@ def test_a_run_with_images_and_its_exports_answer_alike(tmp_path, pictures, talk
     model = load_with_adapters(folder, lora=recipe.lora, images=True)
     create_checkpoint(run, model, 10, recipe)
     (run / "recipe.yaml").write_text(to_yaml(recipe))
-    for words in ([run, run / "hf"], [run, tmp_path / "merged", "merged=true"]):
-        assert main(["export", *map(str, words)]) == 0
+    for words in ([f"out={run}/hf"], [f"out={tmp_path}/merged", "--merged"]):
+        assert main(["export", str(run), *words]) == 0
     copied = shutil.copytree(run / "hf", tmp_path / "other/hf")
-    assert main(["export", str(copied.parent), str(tmp_path / "again"), "merged=true"]) == 0
+    assert main(["export", str(copied.parent), f"out={tmp_path}/again", "--merged"]) == 0
     merged = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
     wide, processor = pictures / "a wide one.png", reference_processor(tmp_path / "merged")
     assert processor.image_processor.size["longest_edge"] == 4000

@@ -1,4 +1,5 @@
-"""The completion scripts, in the shells that are installed: what a user's line is after a tab."""
+"""Completion: the words that are offered, and what a user's line is after a tab in the shells that are
+installed."""
 
 import os
 import pty
@@ -6,13 +7,16 @@ import re
 import select
 import shutil
 import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
+from launcher.cli.completion import _keys
 from launcher.cli.main import main
-from launcher.recipe.find import find_recipe
-from tests.unit.cli.test_command_line import LAUNCHER
+from launcher.recipe.find import recipe_names
+from launcher.recipe.schema import Recipe
 
 PREPARE = {
     "bash": "bind 'set enable-bracketed-paste off'",
@@ -20,7 +24,8 @@ PREPARE = {
 }
 OPTIONS = {"bash": ["--norc", "--noprofile", "-i"], "zsh": ["-f", "-i"]}
 PRINTS = 'launcher() { echo "got<$*>"; }'
-"""Replaces the command: the tests see its arguments, and no Python can take part."""
+"""Replaces the command of a line; a completion starts the program."""
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 SECONDS = 60
 
 
@@ -30,7 +35,7 @@ class Terminal:
     def __init__(self, name, script):
         self.text = ""
         self.master, slave = pty.openpty()
-        variables = {"PATH": os.environ["PATH"], "HOME": str(script.parent), "TERM": "xterm"}
+        variables = {"PATH": PATH, "HOME": str(script.parent), "TERM": "xterm"}
         self.process = subprocess.Popen(
             [name, *OPTIONS[name]],
             stdin=slave,
@@ -73,12 +78,13 @@ class Fish:
         self.script = script
 
     def completed(self, line):
-        """The arguments after a tab, where there is one completion."""
+        """The arguments after a tab."""
         command = f"source {self.script}; complete -C 'launcher {line}'"
         options = {"cwd": self.script.parent, "capture_output": True, "text": True, "check": True}
+        options["env"] = os.environ | {"PATH": PATH}
         shown = subprocess.run(["fish", "--no-config", "-c", command], timeout=SECONDS, **options)
-        found = shown.stdout.splitlines()
-        return " ".join([*line.split(" ")[:-1], *found]) if len(found) == 1 else line
+        found = [word.partition("\t")[0] for word in shown.stdout.splitlines()]
+        return " ".join([*line.split(" ")[:-1], os.path.commonprefix(found)])  # noqa: RUF071
 
     def close(self):
         pass
@@ -93,53 +99,122 @@ def shell(request, tmp_path_factory):
         pytest.skip(message)
     script = tmp_path_factory.mktemp(name) / "script"
     (script.parent / "my_data.jsonl").touch()
-    done = subprocess.run([*LAUNCHER, "completion", name], capture_output=True, check=True)
+    variables = os.environ | {"PATH": PATH, "_LAUNCHER_COMPLETE": f"source_{name}"}
+    done = subprocess.run(["launcher"], env=variables, capture_output=True, check=True)
     script.write_bytes(done.stdout)
     shell = (Fish if name == "fish" else Terminal)(name, script)
     yield shell
     shell.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "completed"),
     [
         ("sel", "selftest"),
-        ("completion z", "completion zsh"),
         ("plan recipe=fsdp_", "plan recipe=fsdp_offload"),
         ("plan strategy.ki", "plan strategy.kind="),
         ("train strategy.kind=d", "train strategy.kind=ddp"),
         ("train recipe=fsdp optimizer.learn", "train recipe=fsdp optimizer.learning_rate="),
-        ("plan recipe=fsdp gpu=rtx-40", "plan recipe=fsdp gpu=rtx-4090"),
-        ("inspect --s", "inspect --s"),  # --samples or --set
-        ("inspect --sa", "inspect --samples"),
-        ("submit recipe=fsdp partit", "submit recipe=fsdp partition="),
-        ("export dtype=bf", "export dtype=bfloat16"),
-        ("train recipe=fsdp swe", "train recipe=fsdp sweep."),
-        ("train sweep.optimizer.learn", "train sweep.optimizer.learning_rate="),
-        ("submit sweep.strategy.kind=d", "submit sweep.strategy.kind=ddp"),
-        ("plan sweep.optimizer.learn", "plan sweep.optimizer.learn"),
+        ("inspect nod", "inspect nodes="),
+        ("submit --dr", "submit --dry-run"),
         ("show data.train=my_", "show data.train=my_data.jsonl"),
         ("status my_", "status my_data.jsonl"),
     ],
 )
-def test_completions(shell, line, completed):
+def test_lines_in_a_shell(shell, line, completed):
     assert shell.completed(line) == completed
 
 
-def test_words_are_valid(capsys):
+@pytest.fixture
+def offered(monkeypatch, capsys):
+    """The words that are offered for the last word of a line, where the shell separates at the =."""
+
+    def words(line):
+        separated = re.sub("=", " = ", line).split(" ")
+        monkeypatch.setenv("_LAUNCHER_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", "\n".join(["launcher", *separated]).rstrip("\n"))
+        monkeypatch.setenv("COMP_CWORD", str(len(separated)))
+        with pytest.raises(SystemExit):
+            main([])
+        return capsys.readouterr().out.split()
+
+    return words
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("pl", ["plan"]),
+        ("plan recipe=fsdp_", ["fsdp_offload"]),
+        ("plan nod", ["nodes=", "nodes=VALUE"]),
+        ("plan gpu_", ["gpu_memory=", "gpu_memory=VALUE"]),
+        ("plan gpu=rtx-40", ["rtx-4090"]),
+        ("plan --no", ["--no-search"]),
+        ("plan --gpu", []),
+        ("plan strategy.ki", ["strategy.kind=auto", "strategy.kind=ddp", "strategy.kind=fsdp"]),
+        ("plan recipe=fsdp --json strategy.kind=d", ["ddp"]),
+        ("plan optimizer.learn", ["optimizer.learning_rate=", "optimizer.learning_rate=VALUE"]),
+        ("submit recipe=fsdp partit", ["partition=", "partition=VALUE"]),
+        ("submit gpus_", []),
+        ("export run dtype=bf", ["bfloat16"]),
+        ("export run dty", ["dtype=bfloat16", "dtype=float16", "dtype=float32"]),
+        ("train sweep.optimizer.na", ["sweep.optimizer.name=adafactor"]),
+        ("submit sweep.strategy.kind=d", ["ddp"]),
+        ("plan sweep.optimizer.learn", []),
+        ("new recipe", []),
+        ("show data.train=my_", []),
+        ("status my_", []),
+        ("schema --h", ["--help"]),
+    ],
+)
+def test_words_that_are_offered(offered, line, words):
+    assert {*words} <= {*offered(line)}
+    assert len(words) == len(offered(line)) or "sweep.optimizer" in line
+
+
+def test_files_are_offered_where_the_shell_does_not_separate_at_the_equals_sign(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows/a.jsonl").touch()
+    monkeypatch.setenv("_LAUNCHER_COMPLETE", "complete_zsh")
+    for line, words in {
+        "data.train=r": ["data.train=rows/", "data.train=rows/a.jsonl"],
+        "strategy.kind=d": ["strategy.kind=ddp"],
+    }.items():
+        monkeypatch.setenv("_TYPER_COMPLETE_ARGS", f"launcher plan {line}")
+        with pytest.raises(SystemExit):
+            main([])
+        assert re.findall(r'"(.+?)"', capsys.readouterr().out) == words
+
+
+def test_a_completion_does_not_import_torch():
+    """It would take seconds at each tab."""
+    code = (
+        "import sys; from launcher.cli.main import main\n"
+        "try: main()\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    variables = {"_LAUNCHER_COMPLETE": "complete_bash", "COMP_WORDS": "launcher\nplan\ngpus"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | variables | {"COMP_CWORD": "2"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["gpus=", "gpus=VALUE", "False"]
+
+
+def test_values_are_valid():
     """Every value that is offered is one, and no word means anything else to a shell."""
-    assert main(["completion", "bash"]) == 0
-    script = capsys.readouterr().out
-    values = re.search(r"key_values='(.*)'", script)[1].split()
-    keys = re.search(r" keys='(.*?)'", script)[1].split()
-    assert {value.partition("=")[0] + "=" for value in values} <= {*keys}
-    assert all(re.fullmatch(r"[\w.]+=[\w.]*", word) for word in (*keys, *values))
-    assert {"recipe=", "run.dir=", "lora.rank=", "strategy.cpu_offload.what="} <= {*keys}
-    assert {"recipe=sft", "lora=null", "optimizer.name=muon", "run.deterministic=true"} <= {*values}
-    for name in re.findall(r"recipe=(\w+)", " ".join(values)):
-        assert find_recipe([f"recipe={name}"]).is_file()
-
-
-def test_unknown_shell_is_an_error(capsys):
-    assert main(["completion", "csh"]) == 2
-    assert "'csh' is not one of 'bash', 'zsh', 'fish'" in capsys.readouterr().err
+    known = dict(_keys(Recipe))
+    assert {"run.dir", "lora.rank", "strategy.cpu_offload.what"} <= {*known}
+    assert "null" in known["lora"]
+    assert "muon" in known["optimizer.name"]
+    assert known["run.deterministic"] == ["true", "false"]
+    words = [*known, *(value for values in known.values() for value in values)]
+    assert all(re.fullmatch(r"[\w.]+", word) for word in words)
+    assert "sft" in recipe_names()

@@ -284,7 +284,7 @@ batch: {global_batch_size: 8, micro_batch_size: 4}
 def test_samples_of_a_builder_are_shown(folder, capsys):
     """The samples are those of the run, in its order; the page has their pictures."""
     (folder / "own.yaml").write_text(OWN)
-    lines = inspect(capsys, "recipe=own.yaml", "samples=2", "html=own.html")
+    lines = inspect(capsys, "recipe=own.yaml", "samples=2", "out=own.html")
     order = SampleOrder(samples=50, seed=4, shuffle=True)
     bars = vision.Bars(0, 50)
     for number in (1, 2):
@@ -463,7 +463,7 @@ def test_rows_show_the_last_turn_of_the_user(folder, capsys, kind, rows):
     assert [text for *_, text in rows_of(capsys, 1)] == ["What is 1 + 1?"] * 2
 
 
-def test_rows_refuses_missing_runs_and_steps(folder):
+def test_rows_refuses_missing_runs_and_steps(folder, capsys):
     def error_message(*arguments):
         with pytest.raises(RecipeError) as error:
             run(["rows", *arguments])
@@ -473,9 +473,11 @@ def test_rows_refuses_missing_runs_and_steps(folder):
     (folder / "run").mkdir()
     (folder / "run/recipe.yaml").write_text(SMALL)
     assert "step=11: the run has 10 steps (run.max_steps)" in error_message("run", "step=11")
+    capsys.readouterr()
     assert "--loss: run has neither a checkpoint nor hf/" in error_message(
-        "run", "step=1", "loss=true"
+        "run", "step=1", "--loss"
     )
+    assert capsys.readouterr().out == "", "a title without its table"
 
 
 def test_rows_of_a_stream(folder, capsys):
@@ -580,7 +582,7 @@ def test_the_page_as_html_shows_the_images_of_rows(folder, capsys):
         "optimizer: {learning_rate: 0.1}\n"
     )
     (folder / "x.yaml").write_text(recipe)
-    lines = inspect(capsys, "recipe=x.yaml", "samples=1", "html=pages/page.html")
+    lines = inspect(capsys, "recipe=x.yaml", "samples=1", "out=pages/page.html")
     [line] = [line for line in lines if line.startswith("image: ")]
     assert re.search(r"/wide.png, 500 x 250 pixels: \d+ tokens, \d+ x \d+$", line)
     page = (folder / "pages/page.html").read_text()

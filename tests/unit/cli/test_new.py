@@ -85,6 +85,17 @@ def test_the_recipe_has_the_best_configuration(here, capsys, monkeypatch):
     assert printed.err.splitlines()[1:] == ["What fits:", shown]
 
 
+def test_a_file_that_exists_is_not_replaced(here, capsys, monkeypatch):
+    """It may have been edited."""
+    monkeypatch.setattr(search, "search_configurations", lambda *_, **__: example_search())
+    (here / "my.yaml").write_text("edited")
+    words = ("data=chat.jsonl", "gpu=h100", "out=my.yaml")
+    assert "out=my.yaml: the file exists; give another" in written(capsys, *words, status=2).err
+    assert (here / "my.yaml").read_text() == "edited"
+    written(capsys, *words, "--force")
+    assert load_recipe(["recipe=my.yaml"], ranks=1).recipe.data.kind == "chat"
+
+
 @pytest.mark.long
 def test_the_recipe_is_valid_and_fits_as_its_comments_say(here, capsys):
     larger = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8}
@@ -112,7 +123,7 @@ def test_the_recipe_is_valid_and_fits_as_its_comments_say(here, capsys):
 
 @pytest.mark.long
 def test_keys_of_a_recipe_name_the_model_and_the_data(here, capsys):
-    assert main(["new", "model.path=model", "data.train=chat.jsonl", "gpu=t4"]) == 0
+    assert main(["new", "model=model", "data=chat.jsonl", "gpu=t4"]) == 0
     text = capsys.readouterr().out
     assert text == written(capsys, "data=chat.jsonl", "gpu=t4").out
     assert main(["new", "gpu=t4"]) == 2
@@ -251,5 +262,5 @@ def test_rows_with_a_column_of_images_get_the_section(tmp_path, pictures):
     file.write_text(json.dumps({"messages": turns, "images": pictures}) + "\n")
     kind, images = new._kind(str(file), "full")
     machine = known_machine("h100", nodes=1, gpus_per_node=1)
-    text = new.Wanted("a/b", str(file), kind, "full", 64, images).text(machine)
-    assert ("images: {train: none}" in text) is bool(pictures)
+    keys = new.Wanted("a/b", str(file), kind, "full", 64, images).keys(machine)
+    assert ("images.train" in keys) is bool(pictures)

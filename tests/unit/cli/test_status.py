@@ -211,7 +211,7 @@ def test_status_of_a_folder_of_runs(run, capsys):
     [
         (["nowhere"], "no such folder: nowhere (looked for in "),
         (["."], ".: neither the folder of a run nor one that holds runs"),
-        ([], "Missing argument 'RUN_DIR'"),
+        ([], "missing; give RUN_DIR"),
     ],
 )
 def test_folder_without_runs_is_refused(command, arguments, message, tmp_path, capsys, monkeypatch):
@@ -241,7 +241,7 @@ def test_files_of_another_shape_give_no_traceback(run, text, tmp_path):
     ]
     (run.path / "status.json").write_text(text)
     assert main.main(["status", str(run.path)]) == 0
-    assert main.main(["report", str(run.path), "--out", str(tmp_path / "page.html")]) == 0
+    assert main.main(["report", str(run.path), f"out={tmp_path}/page.html"]) == 0
     assert run.read_status().get("step") is None
     run.note_start(SINGLE_PROCESS)
     assert run.read_events()[-1]["attempt"] == 4

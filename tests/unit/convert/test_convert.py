@@ -126,7 +126,7 @@ def test_a_recipe_says_where_each_key_comes_from(tmp_path, monkeypatch):
 def test_the_command_writes_the_recipe_and_says_what_is_lost(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "a.yaml").write_text(AXOLOTL.replace("chats.jsonl", "owner/chats"))
-    assert main(["new", "from=a.yaml", "output=new.yaml", "gpus=2", "run.epochs=1"]) == 0
+    assert main(["new", "from=a.yaml", "out=new.yaml", "--force", "gpus=2", "run.epochs=1"]) == 0
     assert "epochs: 1" in (tmp_path / "new.yaml").read_text()
     assert main(["show", "recipe=new.yaml", "gpus=2"]) == 0
     capsys.readouterr()
@@ -664,7 +664,7 @@ def test_what_trains_a_bit_differently_is_a_group_of_its_own(tmp_path, monkeypat
     (tmp_path / "data/dataset_info.json").write_text('{"questions": {"file_name": "q.json"}}')
     for name, (text, expected) in cases.items():
         (tmp_path / f"{name}.yaml").write_text(text)
-        status = main(["new", f"from={name}.yaml", "output=new.yaml"])
+        status = main(["new", f"from={name}.yaml", "out=new.yaml", "--force"])
         written, told = (tmp_path / "new.yaml").read_text(), capsys.readouterr().err
         group = told.partition("kept, but trains a bit differently:\n")[2]
         assert expected in group, name
@@ -723,13 +723,13 @@ def test_a_recipe_that_cannot_start_ends_with_status_3(tmp_path, monkeypatch, ca
     text = AXOLOTL.replace("Qwen/Qwen3-0.6B", "base").replace("chats.jsonl", "owner/chats")
     adapter = "adapter: lora\nlora_target_modules: [q_proj, down_proj]\n"
     (tmp_path / "a.yaml").write_text(text + adapter)
-    assert main(["new", "from=a.yaml", "output=new.yaml"]) == 3
+    assert main(["new", "from=a.yaml", "out=new.yaml", "--force"]) == 3
     told = capsys.readouterr().err
     assert "base_model: base: its tokenizer has no chat template, so training cannot start" in told
     assert "lora_target_modules: q_proj: base has no such layers; lora.target_modules names" in told
     (model / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     (tmp_path / "a.yaml").write_text(text + adapter.replace("q_proj", "qkv_proj"))
-    assert main(["new", "from=a.yaml", "output=new.yaml"]) == 0
+    assert main(["new", "from=a.yaml", "out=new.yaml", "--force"]) == 0
 
 
 def test_values_of_a_checkout_are_compared(tmp_path, monkeypatch, capsys):

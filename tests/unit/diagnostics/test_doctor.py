@@ -356,7 +356,7 @@ def test_doctor_node_option_prints_one_line(findings_of_doctor, capsys):
 
 
 def test_doctor_prints_and_writes_a_report(findings_of_doctor, capsys):
-    assert main.main(["doctor", "ranks=2", "--json", "d.json"]) == 0
+    assert main.main(["doctor", "ranks=2", "out=d.json"]) == 0
     printed = capsys.readouterr().out
     rates = ("600 TFLOP/s", "collectives within a node  280 GB/s")
     for text in ("  ok    torch  x", *rates, "Fit to train."):
@@ -367,9 +367,9 @@ def test_doctor_prints_and_writes_a_report(findings_of_doctor, capsys):
     findings_of_doctor.append(finding("bad", "not free"))
     assert main.main(["doctor"]) == 3
     assert "Not fit to train: 1 problem" in capsys.readouterr().out
-    for mistake in ("json=d.json/below/d.json", "json=.", "quick=true", "recipe=fsdp"):
+    for mistake in ("out=d.json/below/d.json", "out=.", "--quick", "recipe=fsdp"):
         assert main.main(["doctor", mistake]) == 2
-    known = "recipe=fsdp: not an option of launcher doctor; launcher train, plan, show, inspect, "
+    known = "recipe=fsdp: not an argument of launcher doctor; launcher train, plan, show, inspect, "
     assert known in capsys.readouterr().err
 
 

@@ -575,7 +575,7 @@ def test_page_of_incomplete_runs(tmp_path, capsys):
     with torn.metrics.open("a") as stream:
         stream.write('{"step": 21, "lo')
     out = tmp_path / "report.html"
-    assert main.main(["report", str(tmp_path / "runs"), "--out", str(out)]) == 0
+    assert main.main(["report", str(tmp_path / "runs"), f"out={out}"]) == 0
     (points,) = curves(embedded(out)["Loss"]).values()
     assert points[-1][0] == 20
     text = out.read_text()

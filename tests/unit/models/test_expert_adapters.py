@@ -121,7 +121,7 @@ def test_training_and_exports_are_those_of_peft(bases, tmp_path, kind, checkpoin
     torch.testing.assert_close(logits(model.eval()), wanted, rtol=1e-4, atol=1e-5)
     again = through_peft(base, run / "hf").eval()
     torch.testing.assert_close(logits(again), wanted, rtol=1e-4, atol=1e-5)
-    assert export(run, tmp_path / "merged", "merged=true") == 0
+    assert export(run, tmp_path / "merged", "--merged") == 0
     export_model(model, tmp_path / "own", merged=True)
     for out in (tmp_path / "merged", tmp_path / "own"):
         merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()

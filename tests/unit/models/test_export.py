@@ -37,6 +37,7 @@ from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.models.safetensors_files import open_folder, write_tensors
 from launcher.models.towers import use_towers
+from launcher.objectives.next_token import NextToken
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.schema import Lora, Model
 from launcher.reliability.run_directory import RunFolder
@@ -76,8 +77,8 @@ def export_model(model, folder, **options):
     return folder
 
 
-def export(*arguments):
-    return main(["export", *map(str, arguments)])
+def export(run, out, *options):
+    return main(["export", str(run), f"out={out}", *options])
 
 
 def create_run(tmp_path, model):
@@ -370,7 +371,7 @@ def test_an_ended_export_leaves_nothing(tmp_path, llama, monkeypatch, capsys):
         raise requests.Terminated(signal.SIGTERM)
 
     monkeypatch.setattr(shutil, "copy2", ended)
-    assert main(["export", str(run), str(tmp_path / "out")]) == 143
+    assert main(["export", str(run), f"out={tmp_path}/out"]) == 143
     expected = f"stopped by SIGTERM; {tmp_path / 'out'} was not written"
     assert capsys.readouterr().err.splitlines()[-1] == expected
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
@@ -406,6 +407,28 @@ def test_export_takes_the_newest_weights(tmp_path, llama, capsys):
 
 
 @pytest.mark.slow
+def test_metrics_beside_the_loss_are_no_losses_of_rows(tmp_path, llama, capsys, monkeypatch):
+    """`launcher rows --loss` took the sums of a loss with metrics for one number."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2, 3, 1, 2, 3]}\n' * 64)
+    words = ["data.kind=tokens", "data.train=rows.jsonl", "run.device=cpu"]
+    recipe = recipe_of(f"model.path={llama}", *words)
+    run = create_run(tmp_path, model_with_seed(llama, 1))
+    (run / "recipe.yaml").write_text(to_yaml(recipe))
+
+    def printed():
+        assert main(["rows", str(run), "step=1", "--loss"]) == 0
+        return capsys.readouterr().out
+
+    expected, loss = printed(), NextToken.loss
+    assert "rows.jsonl:1 " in expected
+    more = torch.tensor([7.0, 8.0])
+    vector = lambda *inputs: torch.cat([loss(*inputs).view(1), more])  # noqa: E731
+    monkeypatch.setattr(NextToken, "loss", vector)
+    assert printed() == expected
+
+
+@pytest.mark.slow
 def test_reading_a_run_executes_nothing(tmp_path, llama, capsys, monkeypatch):
     """The recipe of the run calls a function that creates a file."""
     monkeypatch.chdir(tmp_path)
@@ -427,8 +450,8 @@ def test_reading_a_run_executes_nothing(tmp_path, llama, capsys, monkeypatch):
         (run / "recipe.yaml").write_text(to_yaml(recipe) + "# ${oc.env:HOME}")
         for command in (
             ["rows", run, "step=1", "--loss"],
-            ["export", run, "out"],
-            ["export", run, run, "--verify"],
+            ["export", run, "out=out"],
+            ["export", run, f"out={run}", "--verify"],
             ["report", run],
             ["status", run],
         ):
@@ -437,7 +460,7 @@ def test_reading_a_run_executes_nothing(tmp_path, llama, capsys, monkeypatch):
             text = printed.out + printed.err
             if command[0] in ("status", "report"):  # they run no code of a recipe
                 assert status == 0
-            elif command == ["export", run, "out"] and recipe is built:
+            elif command == ["export", run, "out=out"] and recipe is built:
                 assert status == 2
                 assert "is not a transformers model" in text
             else:
@@ -447,9 +470,9 @@ def test_reading_a_run_executes_nothing(tmp_path, llama, capsys, monkeypatch):
             assert not (tmp_path / "executed").exists(), command
         shutil.rmtree(run / "checkpoints")
     create_checkpoint(run, model_with_seed(llama, 1), 10, with_code)
-    assert main(["export", str(run), "out", "trust_run=true"]) == 0
+    assert main(["export", str(run), "out=out", "--trust-run"]) == 0
     (run / "recipe.yaml").write_text(to_yaml(built))
-    assert main(["rows", str(run), "step=1", "trust_run=true"]) == 2  # it does not return data
+    assert main(["rows", str(run), "step=1", "--trust-run"]) == 2  # it does not return data
     assert (tmp_path / "executed").exists()
 
 
@@ -669,7 +692,7 @@ def test_export_of_an_adapter(tmp_path, request, architecture):
     else:
         base = request.getfixturevalue(architecture)
     run, expected = create_run(tmp_path, load_with_adapters(base)), logits(load_with_adapters(base))
-    assert export(run, tmp_path / "merged", "merged=true") == 0
+    assert export(run, tmp_path / "merged", "--merged") == 0
     assert (reference(tmp_path / "merged") - expected).abs().max() < 2e-6
     assert export(run, tmp_path / "adapter", "dtype=float16") == 0
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
@@ -688,7 +711,7 @@ def test_merged_adapter_of_a_tied_head_is_exported_untied(tmp_path, stored):
     if stored == "in the run":
         export_model(model, out, merged=True)
     else:
-        assert export(create_run(tmp_path, model), out, "merged=true") == 0
+        assert export(create_run(tmp_path, model), out, "--merged") == 0
     assert (reference(out) - logits(model)).abs().max() < 2e-6
     assert (reference(base) - logits(model)).abs().max() > 0.01
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
@@ -703,7 +726,7 @@ def test_merged_adapter_of_a_tied_head_is_exported_untied(tmp_path, stored):
 
 def test_export_of_a_classifier_adapter(tmp_path, llama):
     model, out = load_with_adapters(llama, task="sequence_classification"), tmp_path / "merged"
-    assert export(create_run(tmp_path, model), out, "merged=true") == 0
+    assert export(create_run(tmp_path, model), out, "--merged") == 0
     assert (reference(out, CLASSIFIER) - logits(model)).abs().max() < 2e-6
     labels = json.loads((out / "config.json").read_text())["id2label"]
     assert labels == {"0": "a", "1": "b", "2": "c"}
@@ -715,15 +738,14 @@ def test_invalid_exports_are_refused(tmp_path, capsys):
         return capsys.readouterr().err
 
     run, out = tmp_path / "run", tmp_path / "out"
-    assert "missing; give out=FOLDER" in error_of(run)
     assert "no such folder: " in error_of(run, out)
     run.mkdir()
     assert "checkpoint.export=at_end" in error_of(run, out)
     (run / "hf").mkdir()
     save_file({"a": torch.zeros(1)}, run / "hf" / "model.safetensors")
-    assert "has no adapter to merge" in error_of(run, out, "merged=true")
+    assert "has no adapter to merge" in error_of(run, out, "--merged")
     for damaged, problem in {"{": "Expecting property", "[]": "it must hold an object"}.items():
-        for name, words in (("config.json", ()), ("adapter_config.json", ("merged=true",))):
+        for name, words in (("config.json", ()), ("adapter_config.json", ("--merged",))):
             (run / "hf" / name).write_text(damaged)
             message = f"{run}/hf/{name} is damaged: {problem}"
             assert message in error_of(run, out, *words)
@@ -731,9 +753,9 @@ def test_invalid_exports_are_refused(tmp_path, capsys):
     assert "hf/config.json cannot be read: No such file" in error_of(run, out, "dtype=bfloat16")
     dtypes = "'int8' is not one of 'bfloat16', 'float16', 'float32'"
     assert dtypes in error_of(run, out, "dtype=int8")
-    unknown = "merge=true: not an option of launcher export; did you mean merged?"
+    unknown = "merge=true: not an argument of launcher export; did you mean --merged?"
     assert unknown in error_of(run, out, "merge=true")
-    assert "merged=yes: must be true or false" in error_of(run, out, "merged=yes")
+    assert "merged=yes: write --merged" in error_of(run, out, "merged=yes")
     assert "not a directory" in error_of(run, run / "hf" / "model.safetensors" / "b")
     assert "step=3: " in error_of(run, out, "step=3")
     out.mkdir()
@@ -745,9 +767,9 @@ def test_merge_with_a_missing_or_wrong_base_is_refused(tmp_path, capsys):
     base = save(tmp_path / "base")
     run = create_run(tmp_path, load_with_adapters(base))
     base.rename(tmp_path / "moved")
-    assert export(run, tmp_path / "out", "merged=true") == 2
+    assert export(run, tmp_path / "out", "--merged") == 2
     assert f"no such folder: {base}" in capsys.readouterr().err
     save(base, num_hidden_layers=1)
-    assert export(run, tmp_path / "out", "merged=true") == 2
+    assert export(run, tmp_path / "out", "--merged") == 2
     assert f"{base} has no model.layers.1." in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "moved", "run"]

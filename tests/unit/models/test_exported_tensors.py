@@ -146,7 +146,7 @@ def test_export_command_keeps_and_compares_them(tmp_path):
     recipe = recipe_of(f"model.path={source}", "data.tokenizer=null", "data.kind=tokens")
     checkpoint = create_checkpoint(run, model, 10, recipe)
     (run / "recipe.yaml").write_text("run: {}\n")
-    assert main(["export", str(run), str(out)]) == 0
+    assert main(["export", str(run), f"out={out}"]) == 0
     before, after = (load_file(f / "model.safetensors") for f in (source, out))
     assert {n: t.dtype for n, t in before.items()} == {n: t.dtype for n, t in after.items()}
     stored = open_checkpoint_weights(checkpoint, trust_run=False)
@@ -154,7 +154,7 @@ def test_export_command_keeps_and_compares_them(tmp_path):
     # Another dtype is that of most tensors
     shutil.copytree(out, run / "hf")
     shutil.rmtree(run / "checkpoints")
-    assert main(["export", str(run), str(tmp_path / "half"), "dtype=float16"]) == 0
+    assert main(["export", str(run), f"out={tmp_path}/half", "dtype=float16"]) == 0
     for name, tensor in load_file(tmp_path / "half/model.safetensors").items():
         was_exact = before[name].dtype == torch.float32
         assert tensor.dtype == (torch.float32 if was_exact else torch.float16), name
@@ -179,7 +179,7 @@ def test_export_command_writes_the_config_of_the_source(tmp_path, kind):
     recipe = recipe_of(f"model.path={source}", "data.tokenizer=null", "data.kind=tokens")
     create_checkpoint(run, model, 10, recipe)
     (run / "recipe.yaml").write_text("run: {}\n")
-    assert main(["export", str(run), str(out)]) == 0
+    assert main(["export", str(run), f"out={out}"]) == 0
     config = json.loads((out / "config.json").read_text())
     original = json.loads((source / "config.json").read_text())
     for section, own in (

@@ -365,7 +365,7 @@ def test_missing_expert_is_named(tmp_path):
 def test_checkpoint_without_weights_is_refused(copy):
     (copy / "model.safetensors").rename(copy / "pytorch_model.bin")
     message = load_error(copy)
-    for advice in ("model.init=random", "merged=true", "Pickled weights", "save_pretrained"):
+    for advice in ("model.init=random", "--merged", "Pickled weights", "save_pretrained"):
         assert advice in message
     model = build_model(Model(path=str(copy), init="random"), sequence_length=16)
     assert model.config.hidden_size == 32

@@ -134,7 +134,7 @@ def test_training_and_exports_are_those_of_peft(request, tmp_path, case):
     for key, gradient in found.items():
         assert (gradient - expected[key]).norm() <= 1e-5 * gradient.norm(), key
     expected = dict(other.merge_and_unload().named_parameters())
-    assert export(run, tmp_path / "merged", "merged=true") == 0
+    assert export(run, tmp_path / "merged", "--merged") == 0
     export_model(model, tmp_path / "own", merged=True)
     for out in (tmp_path / "merged", tmp_path / "own"):
         merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
@@ -267,7 +267,7 @@ def test_layers_beside_experts_without_adapters(tmp_path, kind, messages):
     run = create_run(tmp_path, model)
     other = through_peft(folder, run / "hf")
     assert torch.allclose(logits(model.eval()), logits(other.eval()), atol=1e-5)
-    assert export(run, tmp_path / "merged", "merged=true") == 0
+    assert export(run, tmp_path / "merged", "--merged") == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     assert torch.allclose(logits(model), logits(merged.eval()), atol=1e-5)
     if taken:
@@ -449,7 +449,7 @@ def test_a_run_that_exported_a_merged_model_is_merged_from_its_checkpoint(base, 
     for step, section in ((20, "lora={rank: 4, alpha: 6}"), (30, "lora=null")):
         create_checkpoint(run, model, step, recipe_of(f"model.path={base}", section))
         RunFolder(run).note("finished", step=step, exported=True)
-        status = export(run, tmp_path / str(step), "merged=true")
+        status = export(run, tmp_path / str(step), "--merged")
         assert status == (0 if step == 20 else 2), capsys.readouterr().err
     assert "merged=true: the run has no adapter to merge" in capsys.readouterr().err
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "20", dtype=torch.float32)

@@ -70,7 +70,7 @@ def test_an_id_that_is_not_in_the_cache_gets_the_known_config(tmp_path, monkeypa
 @pytest.mark.long
 def test_a_plan_needs_no_network(monkeypatch, capsys):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    words = ["recipe=sft", "model.path=Qwen/Qwen3-0.6B", "data.train=x.jsonl", "search=false"]
+    words = ["recipe=sft", "model.path=Qwen/Qwen3-0.6B", "data.train=x.jsonl", "--no-search"]
     assert main(["plan", *words, "gpu=h100", "gpus=1"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "note: Qwen/Qwen3-0.6B is not in the hub's cache; its sizes are those that" in printed

@@ -70,14 +70,21 @@ def test_read_size_rejects_invalid_sizes(text):
 def test_invalid_options_are_refused(folder, capsys):
     plan = ["plan", "recipe=x.yaml", "gpu=h100"]
     for option, expected in {
-        "nodes=0": "Invalid value for '--nodes': ",
-        "gpus_per_node=x": "Invalid value for '--gpus' / '--gpus-per-node': ",
-        "--rates": "Option '--rates' requires an argument",
-        "gpu_memry=80GiB": "not an option of launcher plan; did you mean gpu_memory?",
-        "json=yes": "must be true or false",
+        "nodes=0": "nodes=0: Input should be greater than or equal to 1",
+        "gpus=x": "gpus=x: Input should be a valid integer",
+        "--rates": "write rates=FILE",
+        "gpu_memry=80GiB": "not an argument of launcher plan; did you mean gpu_memory=80GiB?",
+        "json=yes": "write --json",
     }.items():
         assert main.main([*plan, option]) == 2
         assert expected in capsys.readouterr().err
+
+
+def test_an_empty_template_is_refused(folder, capsys):
+    (folder / "empty.jinja").touch()
+    words = ["data.kind=chat", "data.chat_template=empty.jinja", "gpu=h100"]
+    assert main.main(["plan", "recipe=x.yaml", *words]) == 2
+    assert "the file empty.jinja is empty" in capsys.readouterr().err
 
 
 def printed(plan, result=None, measured=None):
@@ -262,7 +269,7 @@ def fake_planner(monkeypatch, folder):
 
 
 def test_json_is_one_object_with_integer_bytes(fake_planner, capsys):
-    assert main.main(["plan", "recipe=x.yaml", "gpus_per_node=8", "gpu=h100", "--json"]) == 0
+    assert main.main(["plan", "recipe=x.yaml", "gpus=8", "gpu=h100", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     document = (REPOSITORY / "docs/memory.md").read_text()
     lines = document.partition("## The JSON object of a plan")[2].splitlines()
@@ -281,7 +288,7 @@ def test_json_is_one_object_with_integer_bytes(fake_planner, capsys):
 
 
 def test_exit_statuses(fake_planner, capsys):
-    arguments = ["plan", "recipe=x.yaml", "gpu=h100", "search=false"]
+    arguments = ["plan", "recipe=x.yaml", "gpu=h100", "--no-search"]
     for fake_planner.plan, status in (
         (example_plan(memory=40 * GIB), 3),
         (example_plan(memory=None), 0),
@@ -290,17 +297,17 @@ def test_exit_statuses(fake_planner, capsys):
         assert main.main(arguments) == status
     assert fake_planner.result == 0
     assert main.main([*arguments, "gpu_memory=80"]) == 2
-    assert "'--gpu-memory': 80 is not a size with a unit" in capsys.readouterr().err
+    assert "gpu_memory=80: 80 is not a size with a unit" in capsys.readouterr().err
     Path("no").write_text("")
-    assert main.main([*arguments, "html=no/a.html"]) == 2
-    assert "cannot be made or written to: it is a file" in capsys.readouterr().err
-    assert main.main([*arguments, "--html", "a.html"]) == 0
+    assert main.main([*arguments, "out=no/a.html"]) == 2
+    assert "cannot be made or written to: a part of it is a file" in capsys.readouterr().err
+    assert main.main([*arguments, "out=a.html"]) == 0
     assert Path("a.html").read_text().startswith("<!doctype html>")
 
 
 def test_error_without_gpu_lists_known_gpus(folder, monkeypatch, capsys):
     monkeypatch.setattr(command, "detect_gpus", lambda: None)
-    assert main.main(["plan", "recipe=x.yaml", "gpus=8", "search=false"]) == 2
+    assert main.main(["plan", "recipe=x.yaml", "gpus=8", "--no-search"]) == 2
     assert "no GPU given; give one of a100-40gb-pcie, " in capsys.readouterr().err
 
 
@@ -334,21 +341,21 @@ def test_the_machine_that_is_planned_for(monkeypatch):
 
 def test_the_cpus_are_planned_for_with_the_device_of_the_recipe(fake_planner, monkeypatch):
     monkeypatch.setattr(command, "detect_gpus", lambda: ("NVIDIA H200", 140 * GIB, 2))
-    assert main.main(["plan", "recipe=x.yaml", "run.device=cpu", "search=false"]) == 0
+    assert main.main(["plan", "recipe=x.yaml", "run.device=cpu", "--no-search"]) == 0
     assert fake_planner.machine[0] == "cpu"
     text = Path("x.yaml").read_text()
     Path("cpu.yaml").write_text(text.replace("run:", "run:\n  device: cpu", 1))
-    assert main.main(["plan", "recipe=cpu.yaml", "search=false"]) == 0
+    assert main.main(["plan", "recipe=cpu.yaml", "--no-search"]) == 0
     assert fake_planner.machine[0] == "cpu", "also where the file says it"
-    assert main.main(["plan", "recipe=cpu.yaml", "run.device=auto", "search=false"]) == 0
+    assert main.main(["plan", "recipe=cpu.yaml", "run.device=auto", "--no-search"]) == 0
     assert fake_planner.machine[0] == "NVIDIA H200", "an override has the last word"
-    assert main.main(["plan", "recipe=cpu.yaml", "gpu=h100", "search=false"]) == 0
+    assert main.main(["plan", "recipe=cpu.yaml", "gpu=h100", "--no-search"]) == 0
     assert fake_planner.machine[0] == "h100"
 
 
 def test_local_gpus_are_the_default(fake_planner, monkeypatch, capsys):
     monkeypatch.setattr(command, "detect_gpus", lambda: ("NVIDIA H200", 140 * GIB, 2))
-    arguments = ["recipe=x.yaml", "search=false", "rates=r.json", "host_memory=1TiB"]
+    arguments = ["recipe=x.yaml", "--no-search", "rates=r.json", "host_memory=1TiB"]
     assert main.main(["plan", *arguments]) == 0
     assert "Planned for the GPUs of this machine" in capsys.readouterr().out
     gpu, settings = fake_planner.machine
@@ -402,7 +409,7 @@ def test_verify_measures_and_compares(fake_planner, monkeypatch, capsys):
         return [measured_like(fake_planner.plan, scale=fake_planner.scale)]
 
     monkeypatch.setattr(measurement, "measure_recipes", measured)
-    arguments = ["recipe=x.yaml", "gpu=h100", "gpus_per_node=8", "--verify"]
+    arguments = ["recipe=x.yaml", "gpu=h100", "gpus=8", "--verify"]
     assert main.main(["plan", *arguments]) == 2
     assert "verify: this machine has no GPUs for 8 ranks" in capsys.readouterr().err
     monkeypatch.setattr(command, "detect_gpus", lambda: ("NVIDIA H100", 80 * GIB, 8))

@@ -188,7 +188,7 @@ def test_what_a_node_needs_is_said_if_the_job_does_not_ask_for_it(
 def test_submit_says_what_a_node_needs_by_the_plan(folder, monkeypatch, capsys):
     monkeypatch.setattr(command, "print_plan", lambda arguments: (0, 5 << 30))
     monkeypatch.setattr(scheduler, "sbatch", lambda script: "7")
-    assert launcher(["submit", "recipe=x.yaml", "gpus_per_node=4", "gpu=h100"]) == 0
+    assert launcher(["submit", "recipe=x.yaml", "gpus=4", "gpu=h100"]) == 0
     printed = capsys.readouterr().out
     assert "(cpus=12) and 5.0 GiB of host memory (host_memory=5G)\n" in printed
 
@@ -268,7 +268,7 @@ def dry_run(*words, capsys):
 def test_arguments_override_the_recipe(folder, capsys):
     with (folder / "x.yaml").open("a") as recipe:
         recipe.write('slurm: {time: "9:00:00", partition: slow, account: "0123", nodes: 2}\n')
-    words = ["time=1:30:00", "partition=0x10", "gpus_per_node=4", "sbatch_extra=--nice=5"]
+    words = ["time=1:30:00", "partition=0x10", "gpus=4", "sbatch_extra=--nice=5"]
     requested = options(dry_run(*words, "sbatch_extra=-H", capsys=capsys))
     expected = {"--time=1:30:00", "--partition=0x10", "--account=0123", "--nodes=2", "--nice=5"}
     assert expected | {"--gpus-per-node=4", "-H", f"--chdir={folder}"} <= set(requested)
@@ -291,7 +291,10 @@ _INDIVISIBLE = "64 is not a multiple of 8 (micro-batch) x 3 (ranks) = 24"
         ("sbatch_extra=rm", "...must be options, --name or --name=value; got 'rm'"),
         ("sbatch_extra=--exclusive --account=x", "...must be options, --name or --name=value..."),
         ("slurm.environment={A B: x}", "...must be the name of an environment variable..."),
-        ("--wiat", "command line: --wiat: not an option of launcher submit; did you mean wait?..."),
+        (
+            "--wiat",
+            "command line: --wiat: not an argument of launcher submit; did you mean --wait?...",
+        ),
         (
             "model.config.hiden_size=64",
             "command line: model.config.hiden_size=64: unknown key; did you mean hidden_size?",
@@ -367,7 +370,7 @@ def test_plan_is_computed_in_another_process(folder, monkeypatch, capsys):
 
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(command.subprocess, "run", run)
-    words = ["recipe=x.yaml", "nodes=2", "gpus_per_node=4", "gpu=h100", "gpu_memory=1MiB"]
+    words = ["recipe=x.yaml", "nodes=2", "gpus=4", "gpu=h100", "gpu_memory=1MiB"]
     assert launcher(["submit", *words, "model.config.num_hidden_layers=1"]) == 3
     assert "does not fit" in capsys.readouterr().out
 
@@ -378,14 +381,14 @@ def test_oversized_job_is_not_submitted_unless_forced(folder, monkeypatch, capsy
         command, "print_plan", lambda arguments: requested.append(arguments) or (3, 9)
     )
     monkeypatch.setattr(scheduler, "sbatch", lambda script: "7")
-    words = ["recipe=x.yaml", "nodes=2", "gpus_per_node=4", "gpu=h100", "host_memory=500G"]
+    words = ["recipe=x.yaml", "nodes=2", "gpus=4", "gpu=h100", "host_memory=500G"]
     assert launcher(["submit", *words]) == 3
-    overrides = ["slurm.nodes=2", "slurm.gpus_per_node=4", 'slurm.host_memory="500G"']
-    size = ["nodes=2", "gpus_per_node=4", "gpu=h100", "host_memory=500GiB"]
+    overrides = ["slurm.nodes=2", 'slurm.host_memory="500G"', "slurm.gpus_per_node=4"]
+    size = ["nodes=2", "gpus=4", "gpu=h100", "host_memory=500GiB"]
     assert requested == [["recipe=x.yaml", *overrides, *size]]
     assert "not submitted: it does not fit" in capsys.readouterr().err
     assert not (folder / "runs").exists()
-    assert launcher(["submit", "recipe=x.yaml", "gpus_per_node=4", "run.name=unplanned"]) == 0
+    assert launcher(["submit", "recipe=x.yaml", "gpus=4", "run.name=unplanned"]) == 0
     note = "note: whether it fits was not checked: name the GPU, such as gpu=h100"
     assert note in capsys.readouterr().out
     assert len(requested) == 1
@@ -404,7 +407,7 @@ def test_sweep_plans_only_runs_with_different_memory(folder, monkeypatch, capsys
     monkeypatch.setattr(command, "print_plan", lambda arguments: (1, None))
     monkeypatch.setattr(scheduler, "sbatch", lambda script: "7")
     sweeps = ["batch.micro_batch_size=1,2", "optimizer.learning_rate=1e-4,2e-4"]
-    words = ["recipe=x.yaml", "gpus_per_node=4", "gpu=h100"]
+    words = ["recipe=x.yaml", "gpus=4", "gpu=h100"]
     assert launcher(["submit", *words, *(f"sweep.{sweep}" for sweep in sweeps)]) == 0
     planned = [line for line in capsys.readouterr().out.splitlines() if line.startswith("batch.")]
     rate = "optimizer.learning_rate=1e-4"
