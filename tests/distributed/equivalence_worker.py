@@ -308,7 +308,7 @@ def mean_of_means(training):
         return original(self, model, micro_batch) / micro_batch.counted.sum()
 
     NextToken.loss = mean
-    StepStatistics.loss_tokens = lambda self: torch.tensor(
+    StepStatistics.loss_weight = lambda self: torch.tensor(
         16.0
     )  # 8 micro-batches of one row on each of two ranks
 
@@ -379,7 +379,7 @@ def compare_strategies(worker):
             accumulation=4,
             mutate=skip_one_sync,
         )
-    originals = NextToken.loss, StepStatistics.loss_tokens
+    originals = NextToken.loss, StepStatistics.loss_weight
     for strategy, overrides in STRATEGIES.items():
         train(
             f"mutation: mean of means {strategy}",
@@ -388,7 +388,7 @@ def compare_strategies(worker):
             accumulation=8,
             mutate=mean_of_means,
         )
-        NextToken.loss, StepStatistics.loss_tokens = originals
+        NextToken.loss, StepStatistics.loss_weight = originals
 
 
 def compare_optimizers(worker):
