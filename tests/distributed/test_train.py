@@ -656,7 +656,7 @@ MEAN_OF_MEANS = """
     NextToken.loss = lambda self, model, batch: (
         original(self, model, batch) / (batch.targets != -100).sum()
     )
-    StepStatistics.loss_tokens = lambda self: torch.tensor(8.0)
+    StepStatistics.loss_weight = lambda self: torch.tensor(8.0)
 """
 DRIFTED_COPY = """
     from launcher.strategies.fsdp import Fsdp
