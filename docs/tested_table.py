@@ -30,9 +30,9 @@ from tests.unit.models import (
     test_expert_adapters,
     test_experts,
     test_lora,
-    test_masked_lm,
     test_packed_attention,
 )
+from tests.unit.objectives import test_masked_lm
 
 PAGE = Path(__file__).resolve().parent / "models.md"
 START = "\n## Tested types\n"

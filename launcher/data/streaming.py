@@ -73,6 +73,11 @@ _INDEX_BITS = 40
 _KEPT_BY_LOADER = 4
 """Shards that a loader process keeps open."""
 
+_CORRECTED = (
+    "data: correct the rows, or set data.on_error=skip, and start the run again with "
+    "checkpoint.allow_changes=true; it resumes from its last checkpoint"
+)
+"""After the rows of a later shard that cannot be used."""
 Pieces = dict[str, list[SourcePart]]
 """Parts of files, by the names of their sources; without a mixture the name is empty."""
 
@@ -367,7 +372,12 @@ class StreamingDataset:
         if known is not None:
             shard = self._opened[known]
         else:
-            shard = self._open(number, build=self._build and not in_loader)
+            try:
+                shard = self._open(number, build=self._build and not in_loader)
+            except RecipeError as error:
+                if not self._trains or isinstance(error, NothingToTrainError):
+                    raise
+                raise RecipeError([*error.problems, _CORRECTED]) from None
         self._opened[turn] = shard
         if in_loader:
             for old in sorted(self._opened)[:-_KEPT_BY_LOADER]:
@@ -437,6 +447,10 @@ class StreamingDataset:
         parts = dataset.parts if isinstance(dataset, MixtureDataset) else {"": dataset}
         for name, part in parts.items():
             if not len(part):
+                if name and not self._shards[self._number(0)][name]:
+                    what = f"the first shard, whose rows are held out, has none of source {name}"
+                    hint = "give data.validation, or a larger data.shard_size"
+                    raise RecipeError(f"data.validation_split: {what}; {hint}")
                 where = f"source {name} of the first shard" if name else "the first shard"
                 what = f"no document of {where} with a token with loss is held out"
                 hint = "raise it, or data.shard_size, or give data.validation"

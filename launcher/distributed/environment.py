@@ -277,9 +277,13 @@ def cache_folder(cache: str | None, variables: Mapping[str, str] = os.environ) -
 
 
 def set_compile_cache(cache: Path, variables: MutableMapping[str, str] = os.environ) -> None:
-    """Sets the folder of torch.compile's cache, in /tmp by default, unless the user has.
+    """Sets the folder of torch.compile's cache, unless the user has or this one cannot be written to:
+    torch's own is in /tmp, and torch makes it when it is imported.
 
     Must be called before torch is imported. Its files are replaced atomically, so ranks and jobs
     may share them.
     """
-    variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.absolute() / "inductor"))
+    folder = cache.absolute() / "inductor"
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if there.is_dir() and os.access(there, os.W_OK):
+        variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))

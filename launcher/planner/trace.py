@@ -245,7 +245,7 @@ def _head(model: nn.Module) -> dict[str, nn.Module]:
 
 def _batches(data: SyntheticData, micro_batches: int) -> Iterator[GlobalBatch]:
     """Batches of two steps. Only the second one counts."""
-    statistics: Any = SimpleNamespace(loss_tokens=lambda: torch.ones(()))
+    statistics: Any = SimpleNamespace(loss_weight=lambda: torch.ones(()))
     empty = partial(tree_map_only, torch.Tensor, torch.empty_like)
     for step, count in ((1, 1), (2, micro_batches)):
         fake = MicroBatches([data.micro_batch] * count, lambda each: each.mapped(empty))

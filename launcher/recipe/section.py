@@ -136,7 +136,18 @@ SIZE = r"([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([KMGTkmgt])([Ii]?)[Bb]"
 Size = Annotated[
     str, refuse_unless(size_in_bytes, "must be a size such as 40GiB, or a number from 0 to 1")
 ]
-ByteSize = Annotated[str, refuse_unless(size_in_bytes, "must be a size such as 64MiB")]
+_BYTES = "must be a size such as 64MiB"
+
+
+def _is_text(value: Any) -> Any:
+    if not isinstance(value, str):
+        raise ValueError(_BYTES)
+    return value
+
+
+ByteSize = Annotated[
+    str, BeforeValidator(_is_text, json_schema_input_type=str), refuse_unless(size_in_bytes, _BYTES)
+]
 _FUNCTION = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 Function = Annotated[str, form(_FUNCTION, "must be `package.module:function`")]
 Metric = Annotated[

@@ -57,6 +57,7 @@ NOT_RUN_HERE = {
     r"launcher submit": "needs Slurm: tests/slurm. The recipe is checked",
     r"launcher (status|export|report|rows|chat)": "needs a run: test_status.py, test_export.py, test_chat.py, "
     "test_tutorials.py",
+    r"launcher --install-completion": "writes to the home folder: test_completion.py",
     r"launcher new": "needs user data and takes long: test_new.py",
     r"python (recipes/arithmetic|recipes/preferences|recipes/pictures|docs/memory_chart).py": "test_tutorials.py",
     r"docker |enroot |srun ": "needs a registry or pyxis. The command for the container is checked",

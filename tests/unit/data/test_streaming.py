@@ -470,6 +470,28 @@ def test_held_out_documents_are_those_of_the_first_shard_and_never_trained(tmp_p
         opened(file, **options | {"validation_split": 1e-9})
 
 
+def test_a_source_that_the_first_shard_does_not_have_is_named(tmp_path):
+    many = write(tmp_path / "data/a.jsonl", [f"<{number}>" for number in range(400)])
+    with gzip.open(tmp_path / "data/b.jsonl.gz", "wt") as file:
+        file.write('{"text": "one"}\n' * 400)
+    train = {
+        name: schema.Source(files=(str(files),))
+        for name, files in {"a": many, "b": tmp_path / "data/b.jsonl.gz"}.items()
+    }
+    with pytest.raises(RecipeError, match=r"whose rows are held out, has none of source [ab];"):
+        opened(train, validation_split=0.5, shard_size="1KB", packing=False)
+
+
+def test_rows_of_a_later_shard_that_cannot_be_used_say_how_to_go_on(tmp_path):
+    rows = [f"<{number}>" for number in range(400)]
+    file = write(tmp_path / "data/a.jsonl", rows)
+    with file.open("a") as lines:
+        lines.write('{"text": 3}\n')
+    data = opened(file, shard_size="2KB", packing=False, shuffle=False, steps=160)
+    with pytest.raises(RecipeError, match=r"data.on_error=skip, .* checkpoint.allow_changes=true"):
+        trained(data)
+
+
 # The disk, and the process that tokenizes ahead
 
 

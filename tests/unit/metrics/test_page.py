@@ -412,7 +412,7 @@ def test_runs_of_different_recipes_are_compared_by_state(tmp_path):
     recipe = other.path / "recipe.yaml"
     text = recipe.read_text()
     for key, value in (("seed", 5), ("workers", 3), ("warmup_steps", 1), ("weight_decay", 0.5),
-                       ("shuffle_buffer", 99), ("sequence_length", 8), ("max_grad_norm", 2.0)):  # fmt: skip
+                       ("prefetch_factor", 99), ("sequence_length", 8), ("max_grad_norm", 2.0)):  # fmt: skip
         text = re.sub(rf"\b{key}: .*", f"{key}: {value}", text)
     recipe.write_text(text)
     out = tmp_path / "report.html"
@@ -595,4 +595,4 @@ def test_unwritable_page_is_an_error(tmp_path, capsys):
     run, file = make_run(tmp_path / "run", 3), tmp_path / "no/r.html"
     file.parent.write_text("")
     assert main.main(["report", str(run.path), f"out={file}"]) == 2
-    assert "cannot be made or written to: it is a file" in capsys.readouterr().err
+    assert "cannot be made or written to: a part of it is a file" in capsys.readouterr().err

@@ -414,7 +414,7 @@ def test_an_adapter_of_another_model_is_noted(base, adapter, tmp_path, messages,
 
 
 def test_an_adapter_needs_the_weights_that_it_was_trained_on(base, adapter):
-    with pytest.raises(RecipeError, match=r"lora.path=.*: not available with model.init: random"):
+    with pytest.raises(RecipeError, match=r"model.init=random: not available with lora.path"):
         recipe_with(base, f"lora.path={adapter}", "model.init=random")
 
 
@@ -451,7 +451,7 @@ def test_a_run_that_exported_a_merged_model_is_merged_from_its_checkpoint(base, 
         RunFolder(run).note("finished", step=step, exported=True)
         status = export(run, tmp_path / str(step), "--merged")
         assert status == (0 if step == 20 else 2), capsys.readouterr().err
-    assert "merged=true: the run has no adapter to merge" in capsys.readouterr().err
+    assert "--merged: the run has no adapter to merge" in capsys.readouterr().err
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "20", dtype=torch.float32)
     assert torch.allclose(logits(model.eval()), logits(merged.eval()), atol=1e-5)
 

@@ -177,11 +177,11 @@ def test_median_step_scales_with_micro_batches():
 def test_only_the_local_machine_can_be_measured(monkeypatch):
     monkeypatch.setattr(command, "detect_gpus", lambda: ("NVIDIA H100", 80 * GIB, 8))
     with pytest.raises(RecipeError, match="measures the GPUs of this machine; remove gpu=h100"):
-        command._this_machine(machine(), "measure", "h100")
+        command._this_machine(machine(), "--measure", "h100")
     with pytest.raises(RecipeError, match="trains on this node only"):
-        command._this_machine(dataclasses.replace(machine(), nodes=2), "measure", None)
+        command._this_machine(dataclasses.replace(machine(), nodes=2), "--measure", None)
     monkeypatch.setattr(command.memory_here, "allowed", lambda: 8 * GIB)
-    assert command._this_machine(machine(), "measure", None).host_memory == 8 * GIB
+    assert command._this_machine(machine(), "--measure", None).host_memory == 8 * GIB
     cpus, _ = command.machine_to_plan("cpu", 4, nodes=1)
-    found = command._this_machine(cpus, "measure", "cpu")
+    found = command._this_machine(cpus, "--measure", "cpu")
     assert (found.memory, found.host_memory) == (2 * GIB, 8 * GIB)

@@ -303,6 +303,7 @@ IN_ARGUMENTS = r"""
 | data.shard_size=1GiB | /needs-data.streaming
 | data.shuffle_buffer=10 | /unknown
 | data.streaming=true & data.shard_size=many | /form
+| data.streaming=true & data.shard_size=268435456 | /form
 | data.train={a: {files: data.txt, weight: 1.0e308}} | data.train.a.weight/range
 | data.train={a: {files: data.txt, weight: most}} | data.train.a.weight/type
 | data.train={a: {files: data.txt, weight: 3}, b: {files: data.txt}} | data.train.b.weight/mixed-weights
