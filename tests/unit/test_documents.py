@@ -247,6 +247,8 @@ def test_commands_in_documents_are_valid(command, tmp_path, monkeypatch, capsys)
     )
     if words[0] == "make":
         assert f"\n{words[1]}:" in (REPOSITORY / "Makefile").read_text()
+    elif words == ["launcher", "--install-completion"]:
+        assert any(words[1] in param.opts for param in typer.main.get_command(app).params)
     elif words[0] == "launcher" or words[:2] == ["docker", "run"]:
         check_arguments(words[words.index("launcher") + 1 :])
     elif any(word.startswith("recipe=") for word in words):
