@@ -287,8 +287,7 @@ def _batch(training: Training) -> Iterator[str]:
         shorter = "schedule.warmup_steps=0"
         if recipe.schedule.warmup_ratio is not None:
             shorter = "a smaller schedule.warmup_ratio"
-        longer = "run.max_steps" if recipe.run.epochs is None else "run.epochs"
-        more = [shorter, f"more {longer}", "a smaller batch.global_batch_size"]
+        more = [shorter, "more run.epochs", "a smaller batch.global_batch_size"]
         if recipe.data.packing and not recipe.data.joins_rows:
             more.append("data.packing=false, with one document a sequence")
         yield (
