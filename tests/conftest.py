@@ -22,7 +22,13 @@ from tests import limits
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 limits.take_signals()
 SET_BY_LIBRARIES = ("PYTEST_", "TORCHINDUCTOR_", "KMP_", "TOKENIZERS_PARALLELISM")
-LONGEST = ("test_train.py", "test_resumed_runs.py", "test_equivalence.py", "test_cluster.py")
+LONGEST = (
+    "test_golden.py",
+    "test_train.py",
+    "test_resumed_runs.py",
+    "test_equivalence.py",
+    "test_cluster.py",
+)
 _time_limit = None
 
 

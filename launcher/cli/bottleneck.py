@@ -50,19 +50,25 @@ class StepProfile:
 
 
 def profile_of_run(
-    records: Sequence[Mapping[str, Any]], seconds: Mapping[str, float], built: Json, *, ranks: int
+    records: Sequence[Mapping[str, Any]],
+    seconds: Mapping[str, float],
+    built: Json,
+    *,
+    ranks: int,
+    retries: int,
 ) -> StepProfile | None:
     """The profile of a start of a run; None without records of its steps.
 
     records: its lines in metrics.jsonl, without the first one, whose steps load, compile and
-    allocate. seconds: what `timed_parts` finds in them. built: its event `built`.
+    allocate. seconds: what `timed_parts` finds in them. built: its event `built`. retries: repeated
+    allocations after the warm-up, as status.json has them.
     """
     if not records or not sum(seconds.values()):
         return None
     shares = step_shares(seconds, recomputed_share=built.get("recomputed_share") or 0.0)
     peak = max(record.get("peak_memory_bytes") or 0 for record in records)
-    memory, per_node = built.get("device_memory"), built.get("ranks_per_node") or ranks
-    retries = sum(record.get("allocation_retries") or 0 for record in records)
+    memory = built.get("device_memory")
+    per_node = built.get("ranks_per_node") or ranks
     return StepProfile(
         shares,
         ranks=ranks,
@@ -71,7 +77,7 @@ def profile_of_run(
         free_memory=1 - peak / memory if memory else None,
         slow_rank=_slow_rank(records[-RECORDS:]),
         retries=retries / max(1, records[-1]["step"] - records[0]["step"]),
-        segments_grow=built.get("segments_grow", True),
+        segments_grow=built.get("segments_grow") is not False,
     )
 
 
@@ -117,12 +123,10 @@ def bottleneck(profile: StepProfile, recipe: Recipe) -> str:
     if over[name] <= 1:
         name = "compute"
     helps = _advice(name, profile, recipe)
-    shown = name
-    if name == "communication":
-        if profile.slow_rank is not None:
-            helps = f"look first at the rank that the others wait for: {profile.slow_rank}"
-        if recipe.strategy.cpu_offload is not None:
-            shown = "host copies and communication"
+    if name == "communication" and profile.slow_rank is not None:
+        helps = f"look first at the rank that the others wait for: {profile.slow_rank}"
+    copies = name == "communication" and recipe.strategy.cpu_offload is not None
+    shown = "host copies and communication" if copies else name
     return f"{shown}, {profile.shares[name]:.0%} of a step; {helps}"
 
 

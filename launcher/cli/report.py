@@ -98,7 +98,13 @@ class _ReportedRun(RunHistory):
         if self.recipe is None or not ranks:
             return ""
         seconds = timed_parts(records[1:])
-        profile = profile_of_run(records[1:], seconds, self.built, ranks=ranks[-1])
+        profile = profile_of_run(
+            records[1:],
+            seconds,
+            self.built,
+            ranks=ranks[-1],
+            retries=self.summary.status.get("allocation_retries") or 0,
+        )
         return "" if profile is None else bottleneck(profile, self.recipe)
 
     def records_of_last_start(self) -> list[Mapping[str, Any]]:

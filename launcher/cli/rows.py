@@ -190,29 +190,23 @@ def _open(run: Path, recipe: Recipe, position: int) -> Iterator[RunData]:
             build=True,
         )
         order = opened.order
+        stream = order if isinstance(order, StreamOrder) else None
         for checkpoint in reversed(_checkpoints(run)):
             try:
                 state = read_state(checkpoint)
                 changes = list(data_changes(state.get("data") or {}, opened.fingerprint))
                 saved = state.get("stream") or {}
-                if isinstance(order, StreamOrder) and saved["order"] != order.digest:
-                    changes += ["what decides the order of samples"]
-                later = isinstance(order, StreamOrder) and saved["samples"] > position
-            except (
-                ValueError,
-                TypeError,
-                AttributeError,
-                KeyError,
-            ) as error:  # it may hold any JSON
-                if (
-                    not checkpoint.is_dir()
-                ):  # the run trains, and has deleted it: any other one will do
+                if stream is not None and saved["order"] != stream.digest:
+                    changes.append("what decides the order of samples")
+                is_later = stream is not None and saved["samples"] > position
+            except (ValueError, TypeError, AttributeError, KeyError) as error:  # any JSON
+                if not checkpoint.is_dir():  # the run trains, and has deleted it: take another one
                     continue
                 raise RecipeError(f"{checkpoint} is damaged: {first_line(error)}") from None
             if changes:
                 what = "the data has changed since the run, and with it the order of samples:"
                 raise RecipeError([f"{run}: {what}", *(f"  {line}" for line in changes)])
-            if not later:
+            if not is_later:  # else a stream would start after the position
                 opened = opened.starting(Position(samples=position, stream=saved))
                 break
         if isinstance(opened.order, StreamOrder):

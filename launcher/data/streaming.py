@@ -26,6 +26,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,12 +73,12 @@ _INDEX_BITS = 40
 """An index is the turn of a shard, and in its last bits that of a sample in the shard."""
 _KEPT_BY_LOADER = 4
 """Shards that a loader process keeps open."""
-
-_CORRECTED = (
+_HOW_TO_RESUME = (
     "data: correct the rows, or set data.on_error=skip, and start the run again with "
     "checkpoint.allow_changes=true; it resumes from its last checkpoint"
 )
-"""After the rows of a later shard that cannot be used."""
+"""What to do after an error in the rows of a shard, while the run trains."""
+
 Pieces = dict[str, list[SourcePart]]
 """Parts of files, by the names of their sources; without a mixture the name is empty."""
 
@@ -97,8 +98,8 @@ def assign_shards(
     shards: list[Pieces] = [{name: [] for name in pieces} for _ in range(number)]
     for group in groups if weighted else [items]:
         sizes = [_bytes(part, shard_bytes) for _, part in group]
-        dealt = _deal(sizes, number, seed=seed) if shuffle else _in_order(sizes, number)
-        for shard, mine in enumerate(dealt):
+        assigned = _at_random(sizes, number, seed=seed) if shuffle else _in_order(sizes, number)
+        for shard, mine in enumerate(assigned):
             if weighted and not mine:
                 mine = [shard * len(group) // number]
             for at in sorted(mine):
@@ -112,26 +113,26 @@ def _bytes(piece: SourcePart, shard_bytes: int) -> int:
     return max(1, shard_bytes if piece.form == "hub_stream" else piece.size)
 
 
-def _deal(sizes: list[int], number: int, *, seed: int) -> list[list[int]]:
+def _at_random(sizes: list[int], number: int, *, seed: int) -> list[list[int]]:
     """Pieces at random, in `number` shards of about the same size."""
     order = list(range(len(sizes)))
     random.Random(f"pieces {seed}").shuffle(order)
-    dealt: list[list[int]] = [[] for _ in range(number)]
+    assigned: list[list[int]] = [[] for _ in range(number)]
     smallest = [(0, shard) for shard in range(number)]
     for piece in order:
         size, shard = smallest[0]
-        dealt[shard].append(piece)
+        assigned[shard].append(piece)
         heapq.heapreplace(smallest, (size + sizes[piece], shard))
-    return dealt
+    return assigned
 
 
 def _in_order(sizes: list[int], number: int) -> list[list[int]]:
     """Consecutive pieces, in up to `number` shards of about the same size."""
-    dealt: list[list[int]] = [[] for _ in range(number)]
+    assigned: list[list[int]] = [[] for _ in range(number)]
     starts = itertools.accumulate(sizes, initial=0)
     for piece, start in zip(range(len(sizes)), starts, strict=False):
-        dealt[start * number // sum(sizes)].append(piece)
-    return dealt
+        assigned[start * number // sum(sizes)].append(piece)
+    return assigned
 
 
 def _divide(file: SourcePart, size: int) -> list[SourcePart]:
@@ -181,8 +182,11 @@ class Shard(NamedTuple):
 
 
 class StreamingDataset:
-    """Samples of shards, with the members of `SequenceDataset`. Which shard is read at which turn, a
-    function of the seed says."""
+    """Samples of shards, with the members of `SequenceDataset`.
+
+    A run reads one shard after another, pass after pass. The turn of a shard is its number in this
+    sequence, from 0. Which shard has a turn is a function of the seed.
+    """
 
     def __init__(
         self,
@@ -215,16 +219,25 @@ class StreamingDataset:
             shuffle=data.shuffle,
             weighted=self._weights is not None,
         )
-        empty = {
+        self._empty = {
             name: objective.empty(source.data, model) for name, source in self._sources.items()
         }
-        self._empty, self._none = empty, self._joined(empty)
-        self.packed, self.joined = self._none.packed, self._none.joined
-        self.width, self.unit = self._none.width, self._none.unit
-        self.collate, self.objective = self._none.collate, self._none.objective
+        """For each source, a data set without documents."""
+        empty = self._joined(self._empty)
+        self._without_samples = empty
+        self.packed = empty.packed
+        self.joined = empty.joined
+        self.width = empty.width
+        self.unit = empty.unit
+        self.collate = empty.collate
+        self.objective = empty.objective
         self.nothing = NothingToTrainError("data: no document with text")
         """Why the last empty shard is empty."""
-        self.sources = self._none.sources if isinstance(self._none, MixtureDataset) else ()
+        self.sources = (
+            self._without_samples.sources
+            if isinstance(self._without_samples, MixtureDataset)
+            else ()
+        )
         self.lengths: Sequence[int] = _Lengths(self)
         self.skipped: list[dict[str, str]] = []
         forms = (prompt_form(of.encoder, of.pieces) for of in self._sources.values())
@@ -234,9 +247,9 @@ class StreamingDataset:
         owner = self.order if run_dir is None else str(run_dir.resolve())
         self._root = cache_folder(data.cache) / "streams" / digest_of([owner])
         self._opened: dict[int, Shard] = {}
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._released = -1
-        self._ahead: Any = None
+        self._ahead: ForkProcess | None = None
         """The process that tokenizes the next shard."""
         self._trains = False
 
@@ -311,7 +324,7 @@ class StreamingDataset:
             inputs = next(iter(self._empty.values())).inputs
             return joined_row([self[each] for each in index or (NO_SAMPLE,)], inputs)
         if index == NO_SAMPLE:
-            return self._none[NO_SAMPLE]
+            return self._without_samples[NO_SAMPLE]
         shard, sample = self.located(index)
         return shard.dataset[sample]
 
@@ -366,8 +379,10 @@ class StreamingDataset:
             return self._opened[turn]
         number, in_loader = self._number(turn), get_worker_info() is not None
         if in_loader and not self._folder(number).is_dir():
-            gone = f"{self._folder(number)} was removed while the run needs it"
-            raise RecipeError(f"data.cache: {gone}; start it again")
+            raise RecipeError(
+                f"data.cache: {self._folder(number)} was removed while the run needs it; start the "
+                "run again"
+            )
         known = next((each for each in self._opened if self._number(each) == number), None)
         if known is not None:
             shard = self._opened[known]
@@ -377,7 +392,7 @@ class StreamingDataset:
             except RecipeError as error:
                 if not self._trains or isinstance(error, NothingToTrainError):
                     raise
-                raise RecipeError([*error.problems, _CORRECTED]) from None
+                raise RecipeError([*error.problems, _HOW_TO_RESUME]) from None
         self._opened[turn] = shard
         if in_loader:
             for old in sorted(self._opened)[:-_KEPT_BY_LOADER]:
@@ -448,13 +463,15 @@ class StreamingDataset:
         for name, part in parts.items():
             if not len(part):
                 if name and not self._shards[self._number(0)][name]:
-                    what = f"the first shard, whose rows are held out, has none of source {name}"
-                    hint = "give data.validation, or a larger data.shard_size"
-                    raise RecipeError(f"data.validation_split: {what}; {hint}")
+                    raise RecipeError(
+                        "data.validation_split: the first shard, whose rows are held out, has none of "
+                        f"source {name}; give data.validation, or a larger data.shard_size"
+                    )
                 where = f"source {name} of the first shard" if name else "the first shard"
-                what = f"no document of {where} with a token with loss is held out"
-                hint = "raise it, or data.shard_size, or give data.validation"
-                raise RecipeError(f"data.validation_split: {what}; {hint}")
+                raise RecipeError(
+                    f"data.validation_split: no document of {where} with a token with loss is held "
+                    "out; raise it, or data.shard_size, or give data.validation"
+                )
         return dataset
 
     def _announce(self, turn: int, dataset: SequenceDataset | MixtureDataset) -> None:
@@ -462,8 +479,8 @@ class StreamingDataset:
         finished, place = self.place(turn)
         title = f"shard {place + 1} of {len(self._shards)}, pass {finished + 1}"
         size, *others = dataset.describe()
-        new = [line for line in others if line not in self._said]
-        self._said |= {*others}
+        new = [line for line in others if line not in self._logged]
+        self._logged |= {*others}
         logger.info("\n".join([f"{title}: {size}", *new]))
         if self._skipped_rows is None or not (skipped := dataset.skipped):
             return
@@ -551,7 +568,7 @@ class StreamingDataset:
         of = "in 1 shard" if shards == 1 else f"in {shards:,} shards"
         return [
             f"streaming {len(files):,} files ({size:,.1f} MiB) {of} of about "
-            f"{self.data.shard_size} (data.shard_size), {self._none.unit} in sequences of up to "
+            f"{self.data.shard_size} (data.shard_size), {self._without_samples.unit} in sequences of up to "
             f"{self.data.sequence_length} tokens"
         ]
 
@@ -620,14 +637,16 @@ class StreamOrder:
 
     def _place(self, position: int) -> tuple[int, int]:
         """The turn of the shard with the sample at a global position, and the place of the sample
-        there. The sample before it was given. Opens no shard."""
+        there. Opens only shards that have a sample before the position. Another rank may have been
+        given that sample, so this rank may not have opened the shard yet."""
         known = [turn for turn, first in self._firsts.items() if first < position]
         turn = max(known, default=self.first_turn)
-        place = position - self._firsts[turn]
-        if place < self._stream.size(turn):
-            return turn, place
-        self._firsts.setdefault(turn + 1, position)
-        return turn + 1, 0
+        while position - self._firsts[turn] >= (size := self._stream.size(turn)):
+            self._firsts.setdefault(turn + 1, self._firsts[turn] + size)
+            turn += 1
+            if self._firsts[turn] == position:
+                break
+        return turn, position - self._firsts[turn]
 
     def release(self, position: int) -> None:
         """All ranks have the samples before a global position."""

@@ -463,8 +463,10 @@ def _streaming(recipe: Recipe) -> Found:
             if "[" in name and is_hub_id(name):
                 what = f"{name}: a slice is not available with data.streaming"
                 yield "data.train", "slice-of-stream", what
-    what = "not available with data.streaming: a pass over all data before training computes what "
-    what += "the loss compares with"
+    what = (
+        "not available with data.streaming: a pass over all data before training computes what the "
+        "loss compares with"
+    )
     if preference is not None and preference.loss not in WITHOUT_REFERENCE:
         hint = f"{what}; {' and '.join(WITHOUT_REFERENCE)} need none"
         yield "preference.loss", "pass-not-with-data.streaming", hint

@@ -85,10 +85,10 @@ def test_step_shares():
 
 def test_profile_of_a_run_by_its_files():
     slow = {"slowest_rank": 3, "slowest_rank_seconds": 0.9, "fastest_rank_seconds": 0.3}
-    usual = {"peak_memory_bytes": 60, "allocation_retries": 2}
+    usual = {"peak_memory_bytes": 60}
     records = [{"step": step, **usual, **slow} for step in range(10, 31)]
     built = {"device_memory": 80, "ranks_per_node": 4, "micro_batches": 2, "segments_grow": False}
-    profile = profile_of_run(records, {"forward": 1.0}, built, ranks=8)
+    profile = profile_of_run(records, {"forward": 1.0}, built, ranks=8, retries=42)
     assert profile == StepProfile(
         {"data": 0.0, "optimizer": 0.0, "logging": 0.0, "communication": 0.0, "compute": 1.0}
         | {"recomputation": 0.0},
@@ -101,5 +101,5 @@ def test_profile_of_a_run_by_its_files():
         segments_grow=False,
     )
     records[-3]["slowest_rank"] = 1
-    assert profile_of_run(records, {"forward": 1.0}, built, ranks=8).slow_rank is None
-    assert profile_of_run([], {}, built, ranks=8) is None
+    assert profile_of_run(records, {"forward": 1.0}, built, ranks=8, retries=42).slow_rank is None
+    assert profile_of_run([], {}, built, ranks=8, retries=42) is None

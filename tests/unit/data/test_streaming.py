@@ -384,6 +384,23 @@ def test_the_digest_of_the_order_holds_identities(texts, tmp_path):
     assert opened(moved).training.order != first
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_without_the_first_samples_of_a_shard_has_the_same_order(texts, ranks):
+    """The ranks release the shards together, but each asks for its own positions only."""
+    whole = opened(texts, packing=False).order
+    steps, size = 26, 4
+    indices = [whole.sample(position) for position in range(steps * size)]
+    states = [whole.state((step + 1) * size) for step in range(steps)]
+    assert {index >> 40 for index in indices} >= {0, 1, 2}
+    for rank in range(ranks):
+        order = opened(texts, packing=False).order
+        for step in range(steps):
+            for position in range(step * size + rank, (step + 1) * size, ranks):
+                assert order.sample(position) == indices[position], (rank, step)
+            assert order.state((step + 1) * size) == states[step], (rank, step)
+            order.release((step + 1) * size)
+
+
 # Rows that cannot be used
 
 
