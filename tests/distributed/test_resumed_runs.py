@@ -175,15 +175,7 @@ def killer(run_dir, times, seed):
 
 @pytest.fixture(scope="module")
 def undisturbed(folder):
-    (folder / "undisturbed-samples").mkdir()
-    result = train(
-        folder,
-        folder / "undisturbed",
-        "run.max_steps=40",
-        recipe="dropout",
-        SAMPLES=str(folder / "undisturbed-samples"),
-    )
-    result.check()
+    train(folder, folder / "undisturbed", "run.max_steps=40", recipe="dropout").check()
     return folder / "undisturbed"
 
 
@@ -199,27 +191,20 @@ def one_rank(folder):
 @pytest.mark.parametrize(
     ("times", "asynchronous"),
     [
-        pytest.param(4, "true", marks=pytest.mark.long),
-        pytest.param(30, "true", marks=pytest.mark.long),
+        pytest.param(12, "true", marks=pytest.mark.long),
         pytest.param(9, "false", marks=pytest.mark.long),
     ],
 )
-def test_randomly_killed_run_is_bit_identical(folder, undisturbed, times, asynchronous):
+def test_randomly_killed_run_is_bit_identical(folder, times, asynchronous):
     """Dropout, order of samples, optimizer state and metrics equal those of an undisturbed run.
 
     The killed run offloads its optimizer state to files, which are lost with each kill.
     """
-    steps, whole, whole_samples = 40, undisturbed, folder / "undisturbed-samples"
-    if times > 4:
-        steps, whole, whole_samples = (
-            10 * times,
-            folder / f"whole-{times}",
-            folder / f"whole-{times}-samples",
-        )
-        whole_samples.mkdir()
-        train(
-            folder, whole, f"run.max_steps={steps}", recipe="dropout", SAMPLES=str(whole_samples)
-        ).check()
+    steps, whole = 10 * times, folder / f"whole-{times}"
+    whole_samples = folder / f"whole-{times}-samples"
+    whole_samples.mkdir()
+    words = [f"run.max_steps={steps}"]
+    train(folder, whole, *words, recipe="dropout", SAMPLES=str(whole_samples)).check()
     name = f"killed-{times}-{asynchronous}"
     run_dir, seen = folder / name, folder / f"{name}-samples"
     seen.mkdir()
@@ -227,7 +212,7 @@ def test_randomly_killed_run_is_bit_identical(folder, undisturbed, times, asynch
     result = train(
         folder,
         run_dir,
-        f"run.max_steps={steps}",
+        *words,
         f"checkpoint.asynchronous={asynchronous}",
         f"strategy.cpu_offload={{what: optimizer, optimizer_path: {folder}/state}}",
         recipe="dropout",
@@ -240,7 +225,7 @@ def test_randomly_killed_run_is_bit_identical(folder, undisturbed, times, asynch
     )
     result.check()
     print(during.killed, [event.get("step") for event in events(run_dir, "resumed")])
-    assert len(during.killed) >= min(times, 3), during.killed
+    assert len(during.killed) >= 3, during.killed
     assert "in a save" in during.killed
     assert len(events(run_dir, "started")) == len(during.killed) + 1
     assert events(run_dir, "resumed")

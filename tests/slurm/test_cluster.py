@@ -393,7 +393,12 @@ TWO = ("nodes=2", "cpus=2")
 
 @pytest.fixture(scope="module")
 def long_jobs(cluster, tmp_path_factory):
-    """A separate folder with an undisturbed run named `whole`."""
+    """A separate folder with an undisturbed run named `whole`.
+
+    Jobs of the first part are ended: if only the long tests are selected, no test ends all of them.
+    """
+    cluster.run("scancel", "--user=root")
+    cluster.wait_for(lambda: cluster.idle() == len(cluster.nodes), 90, "all nodes")
     jobs = Jobs(cluster, tmp_path_factory.mktemp("long_jobs"), every_steps=5)
     jobs.submit("whole", *TWO, "data.arguments.seconds=0", "--wait")
     yield jobs
