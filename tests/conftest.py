@@ -41,20 +41,38 @@ CHANGED = {Path(name).stem.removeprefix("test_") for name in os.environ.get("CHA
 _begun = time.monotonic()
 
 
+SHARE_OF_FILE = 3
+"""One in so many long tests of a file is in a share, each time others. A file of tests runs in one process:
+if all of them ran, those at the end of a long file would always come too late."""
+
+
+def _changed(item):
+    return item.path.stem.removeprefix("test_") in CHANGED or item.path.parent.name in CHANGED
+
+
+def _number(text):
+    """A number that follows from the commit and the text."""
+    return zlib.crc32(f"{SHARE} {text}".encode())
+
+
 def _in_share(item):
-    """Where a file of tests stands in a share: a random place that follows from the commit, of tests of
-    changed modules in the first half."""
-    file = item.path
-    changed = file.stem.removeprefix("test_") in CHANGED or file.parent.name in CHANGED
-    return zlib.crc32(f"{SHARE} {file.name}".encode()) >> changed
+    """Whether a test is in a share: all tests of changed modules are, and some of the others."""
+    return _changed(item) or _number(item.nodeid) % SHARE_OF_FILE == 0
 
 
-def pytest_collection_modifyitems(items):
+def _place(item):
+    """Where a file of tests stands in a share: a random place, of tests of changed modules in the first
+    half."""
+    return _number(item.path.name) >> _changed(item)
+
+
+def pytest_collection_modifyitems(config, items):
     """The files that take longest come first, so that none of them runs alone at the end."""
     if SHARE is None:
         items.sort(key=lambda item: item.path.name not in LONGEST)
-    else:
-        items.sort(key=_in_share)
+        return
+    config.hook.pytest_deselected(items=[item for item in items if not _in_share(item)])
+    items[:] = sorted(filter(_in_share, items), key=_place)
 
 
 def pytest_runtest_setup(item):

@@ -4,8 +4,10 @@ import os
 import subprocess
 import sys
 import uuid
+from pathlib import Path
+from types import SimpleNamespace
 
-from tests import REPOSITORY, limits
+from tests import REPOSITORY, conftest, limits
 
 FAILING = """
 import subprocess, sys, time
@@ -82,3 +84,18 @@ def test_signals_that_the_shell_ignores_have_their_default_in_tests():
         timeout=300,
     ).stdout
     assert printed.startswith("['SIG_DFL', 'SIG_DFL'] <built-in function default_int_handler>")
+
+
+def test_some_share_has_each_long_test_of_a_file_among_the_first(monkeypatch):
+    """Also with the last one, which would always come too late behind all others."""
+    file = Path("tests/distributed/test_x.py")
+    items = [SimpleNamespace(nodeid=f"{file}::test_{n}", path=file) for n in range(30)]
+    hook = SimpleNamespace(pytest_deselected=lambda items: None)
+    first = set()
+    for commit in range(1000):
+        monkeypatch.setattr(conftest, "SHARE", str(commit))
+        chosen = list(items)
+        conftest.pytest_collection_modifyitems(SimpleNamespace(hook=hook), chosen)
+        assert chosen == [item for item in items if item in chosen], "the order of a file is kept"
+        first |= {item.nodeid for item in chosen[:10]}
+    assert len(first) == 30
