@@ -439,12 +439,16 @@ def test_old_copy_on_a_lost_node_is_fenced_off(long_jobs, whole_cluster):
     """
     cluster, name = long_jobs.cluster, "twice"
     long_jobs.submit("whole-1", "cpus=2", "data.arguments.seconds=0", "--wait")
-    exclude = "sbatch_extra=--exclude=n3,n4"
-    job = long_jobs.submit(name, "cpus=2", "data.arguments.seconds=0.15", exclude)
+    words = ["sbatch_extra=--exclude=n3,n4", "data.arguments.seconds=0.15"]
+    # The old copy must still train when the second one starts, also on a loaded machine
+    words += [long_jobs.slow(name), "data.arguments.slow_seconds=2.5"]
+    job = long_jobs.submit(name, "cpus=2", *words)
     long_jobs.wait_for_steps(name, start=1, steps=6)
     node = cluster.job(job)["NodeList"]
     cluster.kill_daemon(node)
     try:
+        cluster.wait_for(lambda: long_jobs.starts(name) == 2, 90, "the second copy")
+        long_jobs.disturbed_enough(name)
         assert long_jobs.wait_for_end(name, job, seconds=240)
         assert long_jobs.starts(name) == 2
         assert are_equal_runs(long_jobs, name, "whole-1")
