@@ -256,8 +256,6 @@ TENSOR_PARALLEL_SIZE = {
     "models/changes.py": "passes it to context parallelism",
     "training/model.py": "applies it",
     "strategies/fsdp.py": "its gradient norm",
-    "training/setup.py": "the loop is told how many ranks compute the same tokens",
-    "run/checkpoint_manager.py": "compares with the recipe that a checkpoint was written with",
     "planner/plan.py": "a note about networks between nodes",
     "planner/profile.py": "the part of a rank",
     "planner/search.py": "profiles again if it differs",
