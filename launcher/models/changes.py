@@ -262,13 +262,14 @@ def divide_blocks(
     *,
     links: Links,
     stages_of_rank: int,
+    dtype: torch.dtype,
     device: torch.device,
 ) -> StagedModel:
     """Leaves the blocks of this rank's stages in the model (pipeline parallelism), and in `blocks`.
-    Raises RecipeError if there are fewer blocks than stages."""
+    dtype: of computation. Raises RecipeError if there are fewer blocks than stages."""
     # Last: all other changes read the whole model
     stages = stages_of(chain.whole, chain, links.size * stages_of_rank)
-    staged = StagedModel(model, blocks, chain, stages, links=links, device=device)
+    staged = StagedModel(model, blocks, chain, stages, links=links, dtype=dtype, device=device)
     record_of(model).stages = staged
     return staged
 

@@ -229,9 +229,6 @@ class Links:
         return self._groups[2 * kind + backwards]
 
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-
-
 class StagedModel:
     """This rank's stages of a model, whose forward method it replaces.
 
@@ -248,18 +245,19 @@ class StagedModel:
         stages: Sequence[range],
         *,
         links: Links,
+        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`blocks` loses those of other ranks."""
+        """`blocks` loses those of other ranks. dtype: of activations. A strategy casts the inputs of
+        blocks to it."""
         self.whole, self.links, self.device = chain.whole, links, device
+        self.dtype = dtype
         self.count = len(stages)
         self.own = [stage for stage in range(self.count) if stage % links.size == links.rank]
         self._stages, self._active, self._calls = stages, self.own[0], 0
         self._received: torch.Tensor | None = None
         self._sent: torch.Tensor | None = None
         self._width = int(text_config(model).hidden_size)
-        self._dtype: dict[int, torch.dtype] = {}
-        """Of the activation that each stage receives."""
         self._model, self._forward_of_model = model, model.forward
         head = record_of(model).head
         self._places: dict[str, tuple[int, nn.Module]] = {}
@@ -347,7 +345,7 @@ class StagedModel:
         if index < own.start:
             return self._received
         if index == own.stop:
-            self._sent = hidden
+            self._sent = hidden.to(self.dtype)
         return hidden
 
     @contextmanager
@@ -380,14 +378,13 @@ class StagedModel:
         for stage in self.own:
             received = None
             if stage:
-                received = self.buffer(stage, ids)
+                received = self.buffer(ids)
                 group = self.links.between(stage - 1, backwards=False)
                 dist.recv(received, group=group, group_src=self.rank_of(stage - 1))
             self.enter(stage, received)
             outputs = self._compute(*args, **kwargs)
             if not self.is_last(stage):
                 assert self._sent is not None
-                self.announce(stage, self._sent)
                 group = self.links.between(stage, backwards=False)
                 dist.send(self._sent.contiguous(), group=group, group_dst=self.rank_of(stage + 1))
         self._received = self._sent = None
@@ -398,31 +395,11 @@ class StagedModel:
         with self._only_active():
             return self._forward_of_model(*args, **kwargs)
 
-    # Forms of activations
+    def buffer(self, ids: torch.Tensor) -> torch.Tensor:
+        """Memory for the activation that a stage receives for the ids of a micro-batch."""
+        return torch.empty((*ids.shape, self._width), dtype=self.dtype, device=self.device)
 
-    def announce(self, stage: int, sent: torch.Tensor) -> None:
-        """Tells the next stage the dtype of activations, once: some models compute in float32 between
-        blocks."""
-        if stage + 1 not in self._dtype:
-            self._dtype[stage + 1] = sent.dtype
-            number = torch.tensor([_DTYPES.index(sent.dtype)], device=self.device)
-            group = self.links.between(stage, backwards=False)
-            dist.send(number, group=group, group_dst=self.rank_of(stage + 1))
-
-    def was_announced(self, stage: int) -> bool:
-        """Whether the dtype of what a stage receives is known, so that `buffer` does not wait."""
-        return stage in self._dtype
-
-    def buffer(self, stage: int, ids: torch.Tensor) -> torch.Tensor:
-        """Memory for the activation that a stage receives for the ids of a micro-batch. Waits for the
-        stage before at the first call."""
-        if stage not in self._dtype:
-            number = torch.zeros(1, dtype=torch.int64, device=self.device)
-            group = self.links.between(stage - 1, backwards=False)
-            dist.recv(number, group=group, group_src=self.rank_of(stage - 1))
-            self._dtype[stage] = _DTYPES[int(number)]
-        shape, dtype = (*ids.shape, self._width), self._dtype[stage]
-        return torch.empty(shape, dtype=dtype, device=self.device)
+    # Between the ranks
 
     def pass_to_first(self, tensor: torch.Tensor | None, owner: int) -> torch.Tensor | None:
         """On the first rank the tensor of the rank `owner`, which has another number; None elsewhere.

@@ -101,14 +101,8 @@ class StagedModel(Protocol):
     def leave(self) -> torch.Tensor | None:
         """The activation for the next stage."""
 
-    def announce(self, stage: int, sent: torch.Tensor) -> None:
-        """Tells the next stage the dtype of activations, once."""
-
-    def was_announced(self, stage: int) -> bool:
-        """Whether `buffer` of a stage does not wait."""
-
-    def buffer(self, stage: int, ids: torch.Tensor) -> torch.Tensor:
-        """Memory for the activation that a stage receives. Waits for the stage before at first."""
+    def buffer(self, ids: torch.Tensor) -> torch.Tensor:
+        """Memory for the activation that a stage receives."""
 
 
 class _Exchange:
@@ -147,8 +141,7 @@ class _Exchange:
         for forward in (True, False):
             for following in (each for each in self._awaited if each.forward is forward):
                 found = outputs.get((following.chunk, following.micro_batch))
-                known = self._staged.was_announced(self._staged.own[following.chunk])
-                if following not in self._begun and (known if forward else found is not None):
+                if following not in self._begun and (forward or found is not None):
                     self._begin(following, None if found is None else found[1])
                 break
 
@@ -156,8 +149,6 @@ class _Exchange:
         """Begins to send the result of a pass: an activation, or the gradient of one."""
         staged, stage = self._staged, self._staged.own[each.chunk]
         to = stage + 1 if each.forward else stage - 1
-        if each.forward:
-            staged.announce(stage, tensor)
         group = staged.links.between(min(stage, to), backwards=not each.forward)
         tensor = tensor.contiguous()
         work = dist.isend(tensor, group=group, group_dst=staged.rank_of(to))
@@ -173,8 +164,9 @@ class _Exchange:
         self._sending = []
 
     def _group(self, each: Pass) -> dist.ProcessGroup | None:
+        """The group in which a pass receives what it begins with; None: it receives nothing."""
         stage = self._staged.own[each.chunk]
-        if stage == 0 if each.forward else self._staged.is_last(stage):
+        if (stage == 0) if each.forward else self._staged.is_last(stage):
             return None
         before = stage - 1 if each.forward else stage
         group: dist.ProcessGroup = self._staged.links.between(before, backwards=not each.forward)
@@ -183,7 +175,7 @@ class _Exchange:
     def _begin(self, each: Pass, like: torch.Tensor | None) -> None:
         staged, stage = self._staged, self._staged.own[each.chunk]
         if each.forward:
-            tensor = staged.buffer(stage, self._ids_of(each.micro_batch))
+            tensor = staged.buffer(self._ids_of(each.micro_batch))
             source = staged.rank_of(stage - 1)
         else:
             assert like is not None
@@ -205,11 +197,9 @@ class Pipelined(WrappedModel):
         self.inner, self.staged, self._name = inner, staged, schedule
         self.measures_waits = inner.measures_waits
         self.autocast_dtype = inner.autocast_dtype
-        tied = staged.tied_weight
-        if tied is not None and 0 not in staged.own:
-            self._parameters = [
-                p for p in self._parameters if p is not tied
-            ]  # the norm has one copy
+        if (tied := staged.tied_weight) is not None and 0 not in staged.own:
+            # The norm has the gradient of one copy
+            self._parameters = [p for p in self._parameters if p is not tied]
         self.norm_groups = [*inner.norm_groups, NormGroup(staged.links.group)]
 
     def description(self) -> str:

@@ -169,6 +169,7 @@ class PreparedModel:
                 chain,
                 links=Links(whole.pipeline_groups(Links.count(stages, chunks=chunks))),
                 stages_of_rank=chunks,
+                dtype=self.compute_dtype,
                 device=ranks.device,
             )
         documents, modules = record_of(self.model).documents, {*self.model.modules()}

@@ -51,6 +51,7 @@ TO_HOST = [
     "model.config.num_hidden_layers=4",
 ]
 SHARED = ["strategy.context_parallel_size=2", "run.max_steps=12"]
+STAGES = ["strategy.pipeline_parallel_size=2", "run.max_steps=12"]
 LAYERS_OVER_RANKS = ["strategy.tensor_parallel_size=2", "run.max_steps=12"]
 EXPERTS = [
     "strategy.expert_parallel_size=2",
@@ -177,6 +178,7 @@ def test_two_ranks_have_no_unexpected_waits(null_gpus, tmp_path):
             "activations_on_the_host": [*TO_HOST, "logging.every_steps=1"],
             "state_on_the_host": [STATE, "logging.every_steps=1"],
             "shared": SHARED,
+            "stages": STAGES,
         },
         ranks=2,
     )
@@ -193,6 +195,7 @@ def test_two_ranks_have_no_unexpected_waits(null_gpus, tmp_path):
             "activations_on_the_host": {"every_steps": 1},
             "state_on_the_host": {"every_steps": 1},
             "shared": {},
+            "stages": {},
         },
     )
     check_order(found, ranks=2)
