@@ -617,7 +617,7 @@ def test_layers_rows_and_folders_of_torchtune(tmp_path):
     )
     pairs = pairs.replace("modules.loss.LinearCrossEntropyLoss", "rlhf.loss.DPOLoss")
     result = converted(tmp_path, pairs)
-    assert result.lost["dataset"].startswith("data_dir: data/rl: a folder of lvwerra/stack-")
+    assert result.lost["dataset.data_dir"].startswith("data/rl: a folder of lvwerra/stack-")
     assert "too long answers are cut" in result.differs["tokenizer.max_seq_len"]
     assert "loss" not in result.needless  # it is preference.loss
     result = converted(tmp_path, TORCHTUNE + "max_steps_per_epoch: 50\n")
@@ -706,9 +706,10 @@ def test_chatml_of_torchtune_is_kept(tmp_path):
     named = chat.replace("max_seq_len: 512", "max_seq_len: 512, prompt_template: {}")
     found, lost = values(tmp_path, named.replace("{}", "torchtune.data.ChatMLTemplate", 1))
     assert found["data.chat_template"] == "chatml"
-    assert "tokenizer" not in lost
+    assert "tokenizer.prompt_template" not in lost
     _, lost = values(tmp_path, named.replace("{}", "mine.Template", 1))
-    assert lost["tokenizer"].startswith("prompt_template: mine.Template; here the tokenizer's own")
+    what = lost["tokenizer.prompt_template"]
+    assert what.startswith("mine.Template; here the tokenizer's own")
 
 
 def test_a_recipe_that_cannot_start_ends_with_status_3(tmp_path, monkeypatch, capsys):
