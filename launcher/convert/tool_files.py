@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ _OURS = {dotted(path) for path in keys()}
 FOLDER = Path(__file__).with_name("tools")
 TEXTS = ("note", "differs", "lost", "needless")
 """Fields that say what becomes of a key."""
-_OF_FILES = {"tool", "version", "signs", "decisive", "method", "refuse", "keys", "lost", "needless"}
+_OF_FILES = {"tool", "signs", "decisive", "method", "refuse", "keys", "lost", "needless"}
 _OF_SECTIONS = {"include", "if", "otherwise"}
 _OF_ROWS = {
     *("if", "to", "default", "origin", "least", "as", "values", "else", "active", "inactive"),
@@ -46,7 +47,7 @@ class Tool:
     signs: tuple[str, ...]
     """Keys that only this tool has, or most of which it has."""
     decisive: tuple[str, ...]
-    """Keys that only configs for this file have, in the config or in a section of it."""
+    """Those of the signs that choose this file, where a tool has several."""
     method: list[Row]
     """What a config trains: the first of these cases that holds."""
     refuse: list[Row]
@@ -65,14 +66,16 @@ def tools() -> dict[Path, Tool]:
 
 
 def tool_of(given: Mapping[str, Any]) -> Tool | None:
-    """The tool that a config is of, by its keys; None: of none."""
+    """The tool that a config is of, by its keys and those in its sections; None: of none."""
     inner = [name for value in given.values() if isinstance(value, dict) for name in value]
-    counts = {file: sum(sign in given for sign in tool.signs) for file, tool in tools().items()}
-    for file, tool in tools().items():
-        if any(name in given or name in inner for name in tool.decisive):
-            return read_tool(file)
-    best, count = max(counts.items(), key=lambda pair: pair[1])
-    return read_tool(best) if count else None
+    names = [*given, *inner]
+    counts: Counter[str] = Counter()
+    for tool in tools().values():
+        counts[tool.name] += sum(name in tool.signs for name in names)
+    best, count = counts.most_common(1)[0]
+    own = [file for file, tool in tools().items() if tool.name == best]
+    own.sort(key=lambda file: not any(name in names for name in tools()[file].decisive))
+    return read_tool(own[0]) if count else None
 
 
 def names_in(text: str) -> tuple[str, ...]:
@@ -94,20 +97,24 @@ def read_tool(file: Path, *, head: bool = False) -> Tool:
     problems: list[Problem] = [((name,), "no field of a data file") for name in {*read} - _OF_FILES]
     for number, case in enumerate(read.get("method", [])):
         problems += _of_ours(case.get("sets", {}), ("method", number))
-    known: dict[str, str] = {}
+    known: dict[str, tuple[str, str]] = {}
     for name, given in read.get("keys", {}).items():
         rows = {key: rows_of(value) for key, value in given.items() if key not in _OF_SECTIONS}
         if (other := given.get("include")) is not None:
             shared = read_tool(file.with_name(f"{other}.yaml")).sections[name].rows
-            rows = {
-                key: _amended(shared.get(key, []), rows.get(key, [])) for key in {**shared, **rows}
-            }
+            names_of_both = {**shared, **rows}
+            rows = {key: _amended(shared.get(key, []), rows.get(key, [])) for key in names_of_both}
         sections[name] = Section(rows, given.get("if", {}), given.get("otherwise"))
         for names, row in rows.items():
             for each in names_in(names):
-                if known.setdefault(each, names) != names:
+                if known.setdefault(each, (name, names)) != (name, names):
                     problems.append((("keys", name, names), f"{each} has another row"))
             problems += _of_rows(row, ("keys", name, names))
+    for field in ("lost", "needless"):
+        for reason, names in read.get(field, {}).items():
+            twice = [each for each in names_in(names) if each in known]
+            problems += [((field, reason), f"{each} has another row") for each in twice]
+            known |= dict.fromkeys(names_in(names), (field, reason))
     if problems:
         raise RecipeError([_line(file, lines, *problem) for problem in problems])
     listed = {name: tuple(read.get(name, ())) for name in ("signs", "decisive")}

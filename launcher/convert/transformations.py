@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from launcher.convert.conversion import Conversion, is_off
 from launcher.recipe.template_names import template_name
@@ -23,6 +23,10 @@ from launcher.sources.hub import is_hub_id
 from launcher.sources.layouts import TOKEN_KINDS, guess
 
 Names = tuple[str, ...]
+Function = TypeVar("Function", bound=Callable[..., Any])
+VALUES: dict[str, Callable[..., Any]] = {}
+ROWS: dict[str, Callable[..., Any]] = {}
+LATER: dict[str, Callable[..., Any]] = {}
 _FIRST_STEP = "the first step has a part of the peak here, and a rate of 0 there"
 _OWN_TEMPLATE = (
     "here the tokenizer's own chat template; data.chat_template takes another, a name or a file"
@@ -62,6 +66,17 @@ _FUSED = {
 """Layers of Phi-3 and Phi-4 that hold several of torchtune's."""
 
 
+def _in(functions: dict[str, Callable[..., Any]]) -> Callable[[Function], Function]:
+    """Adds a function to those that a row may name."""
+
+    def add(function: Function) -> Function:
+        functions[function.__name__] = function
+        return function
+
+    return add
+
+
+@_in(VALUES)
 def whole_number(c: Conversion, names: Names, value: Any) -> int:
     """Passes over the data, rounded; a part of a pass is lost."""
     if not _is_number(value):
@@ -72,22 +87,26 @@ def whole_number(c: Conversion, names: Names, value: Any) -> int:
     return whole
 
 
+@_in(VALUES)
 def share_of_peak(c: Conversion, _: Names, value: Any) -> float | None:
     """A learning rate as a share of the peak, `optimizer.learning_rate`."""
     peak = c.values.get("optimizer.learning_rate")
     return round(value / float(peak), 6) if isinstance(value, float) and peak else None
 
 
+@_in(VALUES)
 def twice_the_rank(c: Conversion, _: Names, value: Any) -> Any:
     """The value, or twice the rank of the adapters."""
     return value if value is not None else 2 * c.values["lora.rank"]
 
 
+@_in(VALUES)
 def only_one(_c: Conversion, _: Names, value: Any) -> Any:
     """The value of a list of one."""
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
+@_in(VALUES)
 def first(_c: Conversion, _: Names, value: Any) -> Any:
     """The first of a list, or of names with commas between them; None: of a value that is off."""
     value = value.split(",")[0].strip() if isinstance(value, str) else value
@@ -95,6 +114,7 @@ def first(_c: Conversion, _: Names, value: Any) -> Any:
     return None if is_off(value) else value
 
 
+@_in(VALUES)
 def texts(_c: Conversion, _: Names, value: Any) -> list[str] | None:
     """A list of names, or names with commas between them; None: of a value that is off."""
     if is_off(value):
@@ -103,6 +123,7 @@ def texts(_c: Conversion, _: Names, value: Any) -> list[str] | None:
     return [str(each).strip() for each in listed]
 
 
+@_in(VALUES)
 def layers(c: Conversion, names: Names, value: Any) -> list[str] | None:
     """Names of layers that a list, or a regular expression, stands for. Of an expression these are
     the usual names that it matches in each of the layers of a model, as peft matches them."""
@@ -137,6 +158,7 @@ def _matched_layers(text: str) -> dict[str, set[int]]:
     return found
 
 
+@_in(VALUES)
 def tokens_of_file(c: Conversion, names: Names, value: Any) -> list[str] | None:
     """The keys of a YAML file: new tokens with their descriptions."""
     found = _yaml_of(c, str(value))
@@ -147,6 +169,7 @@ def tokens_of_file(c: Conversion, names: Names, value: Any) -> list[str] | None:
     return None
 
 
+@_in(VALUES)
 def added_tokens(c: Conversion, names: Names, value: Any) -> list[str] | None:
     """New tokens of axolotl: a list `tokens`, and `special_tokens.additional_special_tokens`. Those
     that replace the tokenizer's own are noted."""
@@ -162,6 +185,7 @@ def added_tokens(c: Conversion, names: Names, value: Any) -> list[str] | None:
     return new or None
 
 
+@_in(VALUES)
 def model_changes(c: Conversion, names: Names, value: Any) -> dict[str, Any] | None:
     """Settings of the model's config, without that of a part of the loss."""
     if not isinstance(value, dict):
@@ -172,6 +196,7 @@ def model_changes(c: Conversion, names: Names, value: Any) -> dict[str, Any] | N
     return changes or None
 
 
+@_in(VALUES)
 def downloaded(c: Conversion, _: Names, value: Any) -> str | None:
     """The hub id that a folder was downloaded from, if it is not here and a comment says so."""
     folder = str(value or "").rstrip("/").removesuffix("/original")
@@ -184,6 +209,7 @@ def downloaded(c: Conversion, _: Names, value: Any) -> str | None:
     return folder or None
 
 
+@_in(VALUES)
 def layers_of_component(c: Conversion, _: Names, _value: Any) -> list[str]:
     """Names of layers of torchtune's model, which has those of attention in a list and switches for the
     others, and those of Phi-3 and Phi-4, where one layer holds several of them."""
@@ -199,11 +225,13 @@ def layers_of_component(c: Conversion, _: Names, _value: Any) -> list[str]:
     return list(dict.fromkeys(fused.get(name, name) for name in found))
 
 
+@_in(VALUES)
 def component(_c: Conversion, _: Names, value: Any) -> str | None:
     """The last name of a component of torchtune."""
     return None if value is None else str(value).rpartition(".")[2]
 
 
+@_in(VALUES)
 def data_sets_by_name(c: Conversion, names: Names, value: Any) -> list[dict[str, Any]] | None:
     """Names of data sets as entries of LLaMA-Factory's dataset_info.json, which is searched in the
     config's checkout and in the current folder."""
@@ -234,6 +262,7 @@ def data_sets_by_name(c: Conversion, names: Names, value: Any) -> list[dict[str,
     return found
 
 
+@_in(VALUES)
 def data_sets_of_arguments(c: Conversion, _: Names, value: Any) -> list[Any]:
     """TRL's `dataset_name` with its config and split, and the list `datasets`."""
     mixture = c.at("datasets")
@@ -248,6 +277,7 @@ def data_sets_of_arguments(c: Conversion, _: Names, value: Any) -> list[Any]:
     return found
 
 
+@_in(VALUES)
 def data_sets_of_file(c: Conversion, names: Names, value: Any) -> list[dict[str, Any]]:
     """The data sets that a YAML file describes, as LLaMA-Factory's second trainer reads it."""
     name = str(value)
@@ -276,6 +306,7 @@ def data_sets_of_file(c: Conversion, names: Names, value: Any) -> list[dict[str,
     ]
 
 
+@_in(ROWS)
 def revision(c: Conversion, names: Names) -> None:
     """The revision of the model, behind its name."""
     value = c.get(*names)
@@ -284,6 +315,7 @@ def revision(c: Conversion, names: Names) -> None:
         c.set("model.path", f"{c.values['model.path']}@{value}", origin)
 
 
+@_in(ROWS)
 def steps_of_epochs(c: Conversion, names: Names) -> None:
     """run.max_steps from torchtune's steps of an epoch and epochs; without the former, run.epochs."""
     steps, epochs = c.get(names[0]), c.get(names[1], default=1)
@@ -296,6 +328,7 @@ def steps_of_epochs(c: Conversion, names: Names) -> None:
         c.set("run.epochs", epochs, c.names(names[1]))
 
 
+@_in(ROWS)
 def batch(c: Conversion, names: Names, default: int) -> None:
     """Both batch sizes, from the number of ranks and three keys: the size per device, accumulation and,
     in place of it, the size per device and step."""
@@ -334,6 +367,7 @@ def _ranks_of_a_sequence(c: Conversion) -> int:
     return math.prod(size for size in found if isinstance(size, int) and size > 0)
 
 
+@_in(ROWS)
 def betas(c: Conversion, names: Names) -> None:
     """Both betas of adamw, each of which is a key."""
     c.set(
@@ -343,6 +377,7 @@ def betas(c: Conversion, names: Names) -> None:
     )
 
 
+@_in(ROWS)
 def warmup(c: Conversion, names: Names) -> None:
     """The warm-up, as steps or as a share of the run: the first key is one of them, by its size."""
     steps, share = c.get(names[0]), c.get(names[1])
@@ -355,28 +390,7 @@ def warmup(c: Conversion, names: Names) -> None:
         c.set("schedule.warmup_steps", 0, c.names(*names))
 
 
-def precision(c: Conversion, names: Names) -> None:
-    """The dtype of compute, by switches for 16 bits and by accelerate's mixed_precision."""
-    c.get(*names)
-    mixed = str(c.at("mixed_precision") or "").lower()
-    half = mixed == "fp16" or not is_off(c.at("fp16", "float16"))
-    switches = [
-        value for value in (c.at("bf16", "bfloat16"), c.at("pure_bf16")) if value is not None
-    ]
-    key, origin = "strategy.mixed_precision", c.names(*names)
-    if any(not is_off(value) for value in switches) or (
-        not switches and not half and mixed in ("", "bf16")
-    ):
-        note = (
-            "weights that are trained, their gradients and the optimizer's states are float32 here"
-        )
-        c.set(f"{key}.param_dtype", "bfloat16", origin, note)
-    elif half:
-        c.set(f"{key}.param_dtype", "float16", origin)
-    else:
-        c.set(key, None, origin)
-
-
+@_in(ROWS)
 def strategy(c: Conversion, names: Names) -> None:
     """DDP, FSDP and DeepSpeed, in the keys of transformers and of accelerate's config."""
     sharding = c.get("fsdp_config")
@@ -454,6 +468,7 @@ def _deepspeed(c: Conversion) -> dict[str, Any] | None:
     }
 
 
+@_in(ROWS)
 def chat_template(
     c: Conversion, names: Names, same: Sequence[str], near: Mapping[str, str] | None = None
 ) -> None:
@@ -483,6 +498,7 @@ def chat_template(
         c.lose(key, f"{name}: {_OWN_TEMPLATE}")
 
 
+@_in(ROWS)
 def source(
     c: Conversion,
     names: Names,
@@ -542,6 +558,7 @@ def hub_data(
     return text if is_off(split) or split == "train" else f"{text}:{split}"
 
 
+@_in(ROWS)
 def kind_of_first_row(c: Conversion, _: Names) -> None:
     """data.kind by the columns of the first row, where the files are here."""
     files = c.values.get("data.train")
@@ -551,6 +568,7 @@ def kind_of_first_row(c: Conversion, _: Names) -> None:
         c.set("data.kind", layout.layout.kind)
 
 
+@_in(ROWS)
 def columns(
     c: Conversion,
     names: Names,
@@ -573,6 +591,7 @@ def columns(
         c.set("data.columns", named, names[0])
 
 
+@_in(ROWS)
 def speakers(c: Conversion, names: Names, usual: Sequence[str]) -> None:
     """axolotl's roles of the speakers of messages. usual: the speakers that are known here."""
     given = c.get(*names)
@@ -581,6 +600,7 @@ def speakers(c: Conversion, names: Names, usual: Sequence[str]) -> None:
         c.lose(names[0], f"{given}: has no equal")
 
 
+@_in(ROWS)
 def split_of_data(c: Conversion, names: Names) -> None:
     """The split for evaluation of TRL's first data set, if there are evaluations."""
     given = c.get(*names)
@@ -599,6 +619,7 @@ def split_of_data(c: Conversion, names: Names) -> None:
         c.set("data.validation", [found], names[0])
 
 
+@_in(ROWS)
 def held_out(c: Conversion, names: Names) -> None:
     """The held-out part of the training data, as a share."""
     size = c.get(*names)
@@ -614,12 +635,14 @@ def held_out(c: Conversion, names: Names) -> None:
     c.differ("data.validation_split", what)
 
 
+@_in(ROWS)
 def checkpoints(c: Conversion, names: Names) -> None:
     """The times of checkpoints, by the steps, the policy and the number of an epoch."""
     if not _regularly(c, "checkpoint", names):
         c.skip("checkpoints are for a resume; one comes at the end", *names)
 
 
+@_in(ROWS)
 def evaluations(c: Conversion, names: Names, at_start: bool = False) -> None:
     """The times of evaluations, as those of checkpoints. at_start: the tool also begins with one."""
     if not c.evaluates:
@@ -664,6 +687,7 @@ def _regularly(c: Conversion, section: str, names: Names) -> bool:
     return True
 
 
+@_in(ROWS)
 def best_checkpoint(c: Conversion, names: Names, by_default: bool = False) -> None:
     """Which checkpoint is kept and exported, by two keys: whether the best one is loaded, and its metric.
     by_default: it is loaded where the config does not say it, if every checkpoint has an evaluation."""
@@ -692,26 +716,7 @@ def _evaluates_each_checkpoint(c: Conversion) -> bool:
     return bool(times[0] and times[1]) and times[0] % times[1] == 0
 
 
-def trackers(c: Conversion, names: Names) -> None:
-    """wandb and TensorBoard. Other places are named with the rest."""
-    c.get(*names)
-    places = c.get("report_to")
-    places = [places] if isinstance(places, str) else places or []
-    project, wanted = c.get("wandb_project"), c.get("use_wandb")
-    entity = c.get("wandb_entity")
-    if project or wanted or "wandb" in places:
-        origin = c.names("wandb_project", "use_wandb", "report_to")
-        c.set("logging.wandb.project", project or "launcher", origin)
-        if entity is not None:
-            c.set("logging.wandb.entity", entity, "wandb_entity")
-        if c.get("wandb_mode") == "offline":
-            c.set("logging.wandb.mode", "offline", "wandb_mode")
-    if c.get("use_tensorboard") or "tensorboard" in places:
-        c.set("logging.tensorboard", True, c.names("use_tensorboard", "report_to"))
-    elif places and "report_to" not in str(c.origins.get("logging.wandb.project")):
-        c.skip("metrics go to metrics.jsonl, wandb or TensorBoard", "report_to")
-
-
+@_in(ROWS)
 def images(c: Conversion, names: Names, largest: int | None = None) -> None:
     """The section `images`, after adapters and after a row that sets images.train to what the tool
     trains beside the text model. largest: the tool's pixels of the largest image."""
@@ -746,6 +751,7 @@ def images(c: Conversion, names: Names, largest: int | None = None) -> None:
         c.skip("the processor of this model scales images to its own size", "image_max_pixels")
 
 
+@_in(ROWS)
 def plugins(c: Conversion, names: Names, speed_only: Sequence[str]) -> None:
     """axolotl's plugins by the names of their modules. speed_only: those that only save time and memory."""
     given = c.get(*names)
@@ -759,6 +765,7 @@ def plugins(c: Conversion, names: Names, speed_only: Sequence[str]) -> None:
         c.skip("speed and memory only", *names)
 
 
+@_in(ROWS)
 def rest_of_section(c: Conversion, names: Names, known: Sequence[str], lost: str) -> None:
     """Settings of a section that no row knows. lost: what to say of them after their names."""
     given = c.get(*names)
@@ -771,6 +778,7 @@ def rest_of_section(c: Conversion, names: Names, known: Sequence[str], lost: str
         c.lose(names[0], f"{', '.join(rest)}: {lost}")
 
 
+@_in(LATER)
 def cut_rows(c: Conversion, origin: str) -> None:
     """What becomes of rows that are too long, which the tool cuts: after data.kind and the length."""
     kind = c.values.get("data.kind")
@@ -805,40 +813,3 @@ def _is_number(value: object) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _named(*functions: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    return {function.__name__: function for function in functions}
-
-
-VALUES = _named(
-    *(whole_number, share_of_peak, twice_the_rank, only_one, first, texts, layers),
-    *(tokens_of_file, added_tokens, model_changes, downloaded, layers_of_component, component),
-    *(data_sets_by_name, data_sets_of_arguments, data_sets_of_file),
-)
-ROWS = _named(
-    *(
-        revision,
-        steps_of_epochs,
-        batch,
-        betas,
-        warmup,
-        precision,
-        strategy,
-        chat_template,
-        source,
-        kind_of_first_row,
-    ),
-    *(
-        columns,
-        speakers,
-        split_of_data,
-        held_out,
-        checkpoints,
-        evaluations,
-        best_checkpoint,
-        trackers,
-    ),
-    *(images, plugins, rest_of_section),
-)
-LATER = _named(cut_rows)
