@@ -66,7 +66,7 @@ def _act(c: Conversion, names: tuple[str, ...], row: Row) -> None:
     if "least" in row and not (type(value) is int and value >= row["least"]):
         value = None
     if value is None and "default" in row:
-        value, origin = row["default"], origin or row.get("origin", "")
+        value, origin = row["default"], origin or c.names(row.get("origin", ""))
     if "as" in row:
         value = VALUES[row["as"]](c, names, value)
     if value is None:
@@ -80,8 +80,8 @@ def _act(c: Conversion, names: tuple[str, ...], row: Row) -> None:
         outcome = found[0] if found else row["else"]
     elif "active" in row or "inactive" in row:
         outcome = row.get("inactive" if is_off(value) else "active", {})
-    elif "values" in row:
-        outcome = {}
+    elif "values" in row or "set" in row:
+        outcome = row.get("set", {})
     elif "to" in row:
         outcome = "{value}"
     elif is_off(value):

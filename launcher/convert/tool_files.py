@@ -25,9 +25,23 @@ TEXTS = ("note", "differs", "lost", "needless")
 _OF_FILES = {"tool", "signs", "decisive", "method", "refuse", "keys", "lost", "needless"}
 _OF_SECTIONS = {"include", "if", "otherwise"}
 _OF_ROWS = {
-    *("if", "to", "default", "origin", "least", "as", "values", "else", "active", "inactive"),
+    *(
+        "if",
+        "to",
+        "set",
+        "default",
+        "origin",
+        "least",
+        "as",
+        "values",
+        "else",
+        "active",
+        "inactive",
+    ),
     *("also", "then", "by", "entries", *TEXTS),
 }
+
+_OUTCOMES = ("set", "else", "active", "inactive", "also")
 
 
 @dataclass(frozen=True)
@@ -100,11 +114,15 @@ def read_tool(file: Path, *, head: bool = False) -> Tool:
     known: dict[str, tuple[str, str]] = {}
     for name, given in read.get("keys", {}).items():
         rows = {key: rows_of(value) for key, value in given.items() if key not in _OF_SECTIONS}
+        shared = Section({}, {}, None)
         if (other := given.get("include")) is not None:
-            shared = read_tool(file.with_name(f"{other}.yaml")).sections[name].rows
-            names_of_both = {**shared, **rows}
-            rows = {key: _amended(shared.get(key, []), rows.get(key, [])) for key in names_of_both}
-        sections[name] = Section(rows, given.get("if", {}), given.get("otherwise"))
+            shared = read_tool(file.with_name(f"{other}.yaml")).sections[name]
+            both = {**shared.rows, **rows}
+            rows = {key: _amended(shared.rows.get(key, []), rows.get(key, [])) for key in both}
+        condition, otherwise = given.get("if", shared.condition), given.get("otherwise")
+        sections[name] = Section(
+            rows, condition, shared.otherwise if otherwise is None else otherwise
+        )
         for names, row in rows.items():
             for each in names_in(names):
                 if known.setdefault(each, (name, names)) != (name, names):
@@ -159,7 +177,7 @@ def _of_rows(rows: list[Row], path: KeyPath) -> Iterator[Problem]:
             if row.get(field) not in (None, *functions):
                 yield path, f"{field}: {row[field]}: no transformation"
         yield from _of_ours({row["to"]} if "to" in row else (), path)
-        outcomes = {key: row[key] for key in ("else", "active", "inactive", "also") if key in row}
+        outcomes = {key: row[key] for key in _OUTCOMES if key in row}
         for name, outcome in {**outcomes, **row.get("values", {})}.items():
             if isinstance(outcome, Mapping):
                 yield from _of_ours(outcome, path)

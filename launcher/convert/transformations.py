@@ -59,6 +59,7 @@ _BEFORE = (
 )
 _NUMBERS = {0, 1, 2, 7, 10, 25}
 """Names of linear layers of language models, and what stands before them; some layers' numbers."""
+_OFFLOADS = ("offload_param", "offload_optimizer")
 _FUSED = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
     **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
@@ -119,7 +120,7 @@ def texts(_c: Conversion, _: Names, value: Any) -> list[str] | None:
     """A list of names, or names with commas between them; None: of a value that is off."""
     if is_off(value):
         return None
-    listed = value.split(",") if isinstance(value, str) else value
+    listed = value if isinstance(value, list) else str(value).split(",")
     return [str(each).strip() for each in listed]
 
 
@@ -391,81 +392,28 @@ def warmup(c: Conversion, names: Names) -> None:
 
 
 @_in(ROWS)
-def strategy(c: Conversion, names: Names) -> None:
-    """DDP, FSDP and DeepSpeed, in the keys of transformers and of accelerate's config."""
-    sharding = c.get("fsdp_config")
-    sharding = dict(sharding) if isinstance(sharding, dict) else {}
-    flat = [name for name in c.given if name.startswith("fsdp_") and name != "fsdp_config"]
-    sharding |= {name: c.get(name) for name in flat}
-    sharding = {name.removeprefix("fsdp_"): value for name, value in sharding.items()}
-    deepspeed = _deepspeed(c)
-    c.get(*names)
-    distributed = str(c.get("distributed_type", default="")).upper()
-    words = c.get("fsdp")
-    words = words.split() if isinstance(words, str) else words
-    words = [str(word).lower() for word in words] if isinstance(words, list) else []
-    origin = c.names("deepspeed", "deepspeed_config", "fsdp", "fsdp_config", "dist_config", *flat)
-    if deepspeed is not None:
-        _zero(c, deepspeed, origin)
-    elif words or sharding or distributed == "FSDP":
-        _fsdp(c, sharding, words, origin or c.names("distributed_type"))
-    else:
-        note = "DDP there; the losses are the same with each strategy, and auto takes what fits"
-        c.set("strategy.kind", "auto", c.names("distributed_type"), note)
-
-
-def _fsdp(c: Conversion, sharding: dict[str, Any], words: list[str], origin: str) -> None:
-    kind = str(sharding.get("sharding_strategy") or sharding.get("reshard_after_forward") or "")
-    kind = (kind or " ".join(words)).lower()
-    c.set("strategy.kind", "ddp" if "no_shard" in kind else "fsdp", origin)
-    if kind in ("false", "shard_grad_op", "2") or "shard_grad_op" in words:
-        c.set("strategy.reshard_after_forward", False, origin)
-    if "hybrid" in kind:
-        c.note("strategy.kind", "hybrid sharding: set strategy.replicate to the number of nodes")
-    if sharding.get("offload_params") or "offload" in words:
-        c.set("strategy.cpu_offload.what", "all", origin)
-    if sharding.get("activation_checkpointing"):
-        c.set("activation_checkpointing.mode", "full", origin)
-
-
-def _zero(c: Conversion, config: dict[str, Any], origin: str) -> None:
-    zero = config.get("zero_optimization")
-    zero = zero if isinstance(zero, dict) else config
-    stage = zero.get("stage", zero.get("zero_stage", 0))
-    parameters = zero.get("offload_param", zero.get("offload_param_device"))
-    states = zero.get("offload_optimizer", zero.get("offload_optimizer_device"))
-    parameters, states = (
-        each.get("device", "cpu") if isinstance(each, dict) else each
-        for each in (parameters, states)
-    )
-    c.set("strategy.kind", "ddp" if stage in (0, 1) else "fsdp", origin, f"ZeRO-{stage}")
-    if stage == 1 and c.ranks > 1:
-        c.set("strategy.shard_optimizer", True, origin)
-    elif stage == 2:
-        c.set("strategy.reshard_after_forward", False, origin)
-    offloaded = "optimizer" if is_off(parameters) else "all"
-    if not is_off(parameters) or not is_off(states):
-        c.set("strategy.kind", "fsdp", origin)
-        c.set("strategy.cpu_offload.what", offloaded, origin)
-
-
-def _deepspeed(c: Conversion) -> dict[str, Any] | None:
-    """The settings of DeepSpeed; where its file is not here, by the file's name."""
-    given = c.get("deepspeed", "deepspeed_config") or c.at("dist_config.config_file")
-    if isinstance(given, dict) or is_off(given):
-        return given or None
-    file = c.file(str(given))
-    if file is not None and file.is_file() and (config := _json_of(file)) is not None:
-        return config if isinstance(config, dict) else {}
+def deepspeed_settings(c: Conversion, names: Names) -> None:
+    """Makes keys of a section of DeepSpeed's settings, which are in the config or in a file: stage,
+    offload_param and offload_optimizer. Where the file is not here, its name says them."""
+    given = c.get(*names)
+    section = next((name for name in names if c.at(name) is not None), names[0]).partition(".")[0]
+    if is_off(given):
+        return
+    file = None if isinstance(given, dict) else c.file(str(given))
+    read = _json_of(file) if file is not None and file.is_file() else given
+    if isinstance(read, dict):
+        zero = read.get("zero_optimization", read)
+        zero = zero if isinstance(zero, dict) else read
+        found = {name: zero.get(name, zero.get(f"{name}_device")) for name in _OFFLOADS}
+        found = {n: v.get("device", "cpu") if isinstance(v, dict) else v for n, v in found.items()}
+        c.given[section] = {"stage": zero.get("stage", zero.get("zero_stage", 0)), **found}
+        return
     name = Path(str(given)).name.lower()
     stage = re.search(r"(?:zero|z)[-_]?([0-3])", name)
-    offload = "cpu" if "offload" in name else None
-    only_states = offload is not None and stage is not None and stage[1] == "2"
-    return {
-        "stage": int(stage[1]) if stage else 3,
-        "offload_param": None if only_states else offload,
-        "offload_optimizer": offload,
-    }
+    found = dict.fromkeys(_OFFLOADS, "cpu" if "offload" in name else None)
+    if stage is not None and stage[1] == "2":
+        found["offload_param"] = None
+    c.given[section] = {"stage": int(stage[1]) if stage else 3, **found}
 
 
 @_in(ROWS)
@@ -687,33 +635,16 @@ def _regularly(c: Conversion, section: str, names: Names) -> bool:
     return True
 
 
-@_in(ROWS)
-def best_checkpoint(c: Conversion, names: Names, by_default: bool = False) -> None:
-    """Which checkpoint is kept and exported, by two keys: whether the best one is loaded, and its metric.
-    by_default: it is loaded where the config does not say it, if every checkpoint has an evaluation."""
-    best, metric = c.get(names[0]), c.get(names[1])
-    if best is None and by_default:
-        best = _evaluates_each_checkpoint(c)
-    c.set("checkpoint.export", "at_end", c.names("output_dir"))
-    if not c.evaluates:
-        c.skip("there are no data for evaluations", *names)
-    elif not (is_off(best) and is_off(metric)):
-        c.set("checkpoint.keep_best", "eval_loss", c.names(*names))
-        if metric not in (None, "loss", "eval_loss"):
-            c.lose(names[1], f"{metric}: the best checkpoint is that of eval_loss")
-        if not is_off(best):
-            c.set("checkpoint.export", "best", c.names(names[0]))
-    else:
-        c.skip("there are no data for evaluations", *names)
-
-
-def _evaluates_each_checkpoint(c: Conversion) -> bool:
+@_in(VALUES)
+def where_each_checkpoint_is_evaluated(c: Conversion, _: Names, value: Any) -> Any:
+    """The value; of none, whether axolotl has an evaluation for each of its checkpoints."""
     epochs, times = c.given.get("num_epochs", 1), []
     for steps, per_epoch in (("save_steps", "saves_per_epoch"), ("eval_steps", "evals_per_epoch")):
         count = c.given.get(per_epoch)
         time = 1.0 / (count * epochs) if count else c.given.get(steps)
         times.append(time if isinstance(time, int | float) else 0)
-    return bool(times[0] and times[1]) and times[0] % times[1] == 0
+    each = bool(times[0] and times[1]) and times[0] % times[1] == 0
+    return each if value is None else value
 
 
 @_in(ROWS)
