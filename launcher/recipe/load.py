@@ -426,7 +426,7 @@ def _complete(plain: dict[str, Any], origins: Origins, *, hub: bool) -> Iterator
     if data.get("validation") is not None:
         data.pop("validation_split", None)
         given = origins.places.pop(("data", "validation_split"), None)
-        if isinstance(given, str):
+        if given is not None:
             instead = Derived(None, "because data.validation is given")
             origins.derived["data", "validation_split"] = instead
     if data.get("kind") is not None:

@@ -287,7 +287,8 @@ def _batch(training: Training) -> Iterator[str]:
         shorter = "schedule.warmup_steps=0"
         if recipe.schedule.warmup_ratio is not None:
             shorter = "a smaller schedule.warmup_ratio"
-        more = [shorter, "more run.epochs", "a smaller batch.global_batch_size"]
+        longer = "more run.epochs" if recipe.run.max_steps is None else "a larger run.max_steps"
+        more = [shorter, longer, "a smaller batch.global_batch_size"]
         if recipe.data.packing and not recipe.data.joins_rows:
             more.append("data.packing=false, with one document a sequence")
         yield (

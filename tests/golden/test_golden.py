@@ -28,9 +28,17 @@ SAME_ON_ALL_CPUS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def texts(tmp_path_factory):
+    """Folder with the data of all cases but the one with images."""
     folder = tmp_path_factory.mktemp("golden")
     write_data(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(texts):
+    """Folder with the data of all cases."""
+    folder = texts
     make_model(folder / "pictures", "qwen2_5_vl")
     for number in range(4):
         make_image(folder / f"{number}.png", seed=number)
@@ -67,8 +75,8 @@ def trained(folder, ranks, *cases):
 
 
 @ON_X86
-def test_five_runs_compute_what_is_recorded(folder):
-    found = trained(folder, 1, *FIVE)
+def test_five_runs_compute_what_is_recorded(texts):
+    found = trained(texts, 1, *FIVE)
     recorded = (HERE / "one_rank.txt").read_text()
     assert len(found.splitlines()) > len(FIVE)
     assert [line for line in found.splitlines() if line not in recorded.splitlines()] == []

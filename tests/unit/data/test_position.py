@@ -77,6 +77,7 @@ MODES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_each_sample_is_trained_once_when_the_batch_size_changes(tmp_path, monkeypatch, mode):
     monkeypatch.chdir(tmp_path)

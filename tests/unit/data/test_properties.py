@@ -169,6 +169,7 @@ TURNS = some.text(
 )
 
 
+@pytest.mark.slow
 @fewer
 @given(
     turns=some.lists(TURNS.filter(str.strip), min_size=2, max_size=6).filter(

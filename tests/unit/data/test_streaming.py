@@ -156,6 +156,7 @@ def test_sources_with_weights_are_in_every_shard(texts):
     assert sorted(len(shard["b"]) for shard in plain)[-2:] == [0, 1]
 
 
+@pytest.mark.slow
 def test_a_compressed_file_is_one_piece(tmp_path):
     (tmp_path / "data").mkdir()
     lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
@@ -343,6 +344,7 @@ def test_batches_after_a_position_can_be_skipped(texts):
     assert found == whole[10:]
 
 
+@pytest.mark.slow
 def test_resume_does_not_tokenize_earlier_shards(texts, tmp_path, monkeypatch):
     _, positions = trained(opened(texts, steps=12))
     shutil.rmtree(texts.parent / ".cache")
@@ -384,6 +386,7 @@ def test_the_digest_of_the_order_holds_identities(texts, tmp_path):
     assert opened(moved).training.order != first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_without_the_first_samples_of_a_shard_has_the_same_order(texts, ranks):
     """The ranks release the shards together, but each asks for its own positions only."""
@@ -430,6 +433,7 @@ def test_unusable_rows_of_a_later_shard_are_skipped_and_listed_once(texts):
     ]
 
 
+@pytest.mark.slow
 def test_a_shard_without_documents_is_passed(texts):
     (texts / "aa.jsonl").write_text("no json\n" * 60)
     data = opened(texts, on_error="skip", shuffle=False, packing=False)

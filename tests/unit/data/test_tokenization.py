@@ -305,6 +305,7 @@ def test_large_tasks_go_through_files(
     assert not [file for file in (cache / name).iterdir() if file.name.startswith("spill")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("owner", ["ended", "alive"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, TrainingError])
 def test_an_ended_tokenization_is_continued(

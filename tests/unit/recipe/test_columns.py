@@ -251,6 +251,9 @@ def test_a_split_is_for_recipes_without_validation(folder):
     assert both.recipe.data.validation_split is None
     why = "null, because data.validation is given"
     assert both.origins.of(("data", "validation_split")) == why
+    given = "  validation: [data.txt]\n  validation_split: 0.1\n"
+    Path("x.yaml").write_text(SMALL.replace("data:\n", f"data:\n{given}"))
+    assert load().origins.of(("data", "validation_split")) == why
 
 
 def test_suggestions_can_be_typed_as_they_stand(tmp_path, monkeypatch):

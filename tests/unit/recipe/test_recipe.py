@@ -498,6 +498,7 @@ def test_recipe_is_immutable(folder):
                 setattr(value_at(recipe, path), name, None)
 
 
+@pytest.mark.slow
 def test_json_schema_describes_every_key(capsys):
     assert run(["schema"]) == 0
     printed = json.loads(capsys.readouterr().out)

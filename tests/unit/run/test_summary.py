@@ -7,11 +7,11 @@ import torch
 
 from launcher.data.batching import Position
 from launcher.distributed.rank_layout import RankLayout
-from launcher.recipe.schema import Batch, Checkpoint, Data, Evaluation, Schedule
+from launcher.recipe.schema import Batch, Checkpoint, Data, Evaluation, Run, Schedule
 from launcher.run import summary
 
 
-def batch_lines(*, steps=10, passes=(), schedule=None, packing=True, **sizes):
+def batch_lines(*, steps=10, passes=(), schedule=None, packing=True, max_steps=None, **sizes):
     data = SimpleNamespace(
         sampler=SimpleNamespace(micro_batches=lambda step: 4),
         steps=steps,
@@ -27,6 +27,7 @@ def batch_lines(*, steps=10, passes=(), schedule=None, packing=True, **sizes):
         lora=None,
         model=None,
         objective=None,
+        run=Run(name="run", max_steps=max_steps),
         schedule=schedule or Schedule(),
     )
     ranks = RankLayout(rank=0, size=8, group=None, device=torch.device("cpu"), **sizes)
@@ -60,14 +61,17 @@ def test_steps_and_passes(steps, passes, text):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_a_warm_up_that_is_longer_than_the_run_is_named_with_what_to_do(packing):
+@pytest.mark.parametrize(("max_steps", "longer"), [(None, "run.epochs"), (1, "run.max_steps")])
+def test_a_warm_up_that_is_longer_than_the_run_is_named_with_what_to_do(packing, max_steps, longer):
     """Such as that of a config for a large data set, on a few packed rows."""
     (note,) = [
         line
-        for line in batch_lines(steps=1, schedule=Schedule(warmup_steps=10), packing=packing)
+        for line in batch_lines(
+            steps=1, schedule=Schedule(warmup_steps=10), packing=packing, max_steps=max_steps
+        )
         if line.startswith("note")
     ]
     assert "the warm-up of 10 steps does not end within the run's 1, so the learning rate" in note
-    assert "more run.epochs" in note
+    assert longer in note
     assert ("data.packing=false" in note) == packing
     assert batch_lines(steps=11, schedule=Schedule(warmup_steps=10))[-1].startswith("plan")

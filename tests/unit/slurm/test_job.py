@@ -853,6 +853,7 @@ def test_warning_is_sent_to_the_ranks_repeatedly(start_job, tmp_path, monkeypatc
     assert lines[1:] == ["saved"]
 
 
+@pytest.mark.slow
 def test_check_ends_at_timeout_or_stop_request(start_job, tmp_path):
     job, _ = start_job({}, "")
     log = tmp_path / "log"
@@ -882,6 +883,7 @@ sys.exit(max(rank.wait() for rank in ranks))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "importing"), [(signal.SIGUSR1, 0.0), (signal.SIGTERM, 0.0), (signal.SIGUSR1, 1.0)]
 )
