@@ -59,7 +59,7 @@ class Tool:
 
     name: str
     signs: tuple[str, ...]
-    """Keys that only this tool has, or most of which it has."""
+    """Keys that only this tool has, or most of which it has; `*.KEY` is a key of any section."""
     decisive: tuple[str, ...]
     """Those of the signs that choose this file, where a tool has several."""
     method: list[Row]
@@ -80,9 +80,9 @@ def tools() -> dict[Path, Tool]:
 
 
 def tool_of(given: Mapping[str, Any]) -> Tool | None:
-    """The tool that a config is of, by its keys and those in its sections; None: of none."""
+    """The tool that a config is of, by its keys; None: of none."""
     inner = [name for value in given.values() if isinstance(value, dict) for name in value]
-    names = [*given, *inner]
+    names = [*given, *(f"*.{name}" for name in inner)]
     counts: Counter[str] = Counter()
     for tool in tools().values():
         counts[tool.name] += sum(name in tool.signs for name in names)

@@ -159,6 +159,8 @@ AXOLOTL_KEYS = [
      {"strategy.kind": "fsdp", "strategy.cpu_offload.what": "all"}),
     ("fsdp_version: 2\nfsdp_config: {activation_checkpointing: true}",
      {"strategy.kind": "fsdp", "activation_checkpointing.mode": "full"}),
+    ("fsdp_version: 2\nfsdp_config: {reshard_after_forward: false}",
+     {"strategy.kind": "fsdp", "strategy.reshard_after_forward": False}),
     ("gradient_checkpointing: offload", {"activation_checkpointing.offload_to_cpu": True}),
     ("context_parallel_size: 2",
      {"strategy.context_parallel_size": 2, "batch.global_batch_size": 16}),
@@ -296,6 +298,16 @@ def test_llama_factory_reads_its_list_of_data_sets(tmp_path, monkeypatch):
         assert lost == {}
     with pytest.raises(RecipeError, match="no training: neither dataset nor stage"):
         converted(tmp_path, "model_name_or_path: a/b\ntemplate: qwen3\nexport_dir: out\n")
+
+
+def test_keys_of_adapters_are_not_needed_without_an_adapter(tmp_path):
+    """They made a section lora, where the other tool trains all weights."""
+    whole = LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: full\nlora_rank: 4")
+    recipe = converted(tmp_path, whole)
+    assert "lora" not in parse_yaml(recipe.text)[0]
+    assert recipe.needless["lora_rank"] == "no adapter is trained"
+    recipe = converted(tmp_path, TRL + "lora_r: 4\nlora_modules_to_save: [lm_head]\n")
+    assert "lora" not in parse_yaml(recipe.text)[0]
 
 
 @pytest.mark.parametrize(
