@@ -80,6 +80,8 @@ _PINNED = OFFLOAD[0]
 SGD = ["optimizer.name=sgd", "optimizer.learning_rate=0.03"]
 _LAYERS = "target_modules: [q_proj, k_proj, o_proj, up_proj, down_proj]"
 LORA = f"lora={{rank: 4, {_LAYERS}}}"
+ONE_BLOCK = "lora={rank: 4, target_modules: [model.layers.2.self_attn.q_proj]}"
+"""Three of four stages train nothing."""
 SAVED = f"lora={{rank: 4, {_LAYERS}, modules_to_save: [embed_tokens, lm_head, norm]}}"
 DORA = f"lora={{rank: 4, {_LAYERS}, dora: true, modules_to_save: [lm_head]}}"
 WEIGHTED = "data.weights_column=worth"
@@ -114,6 +116,7 @@ VARIANTS = {
     "pipeline 2, state offloaded": [PP + "2", _STATE],
     "pipeline 4, kept logits": [PP + "4", "model.keep_logits=true"],
     "pipeline 2, lora": [PP + "2", LORA],
+    "pipeline 4, adapters in one block": [PP + "4", ONE_BLOCK],
     "pipeline 4, saved modules": [PP + "4", SAVED],
     "pipeline 2, dora": [PP + "2", DORA],
     "pipeline 2, dpo": [PP + "2", *PAIRS],
