@@ -292,6 +292,11 @@ class StagedModel:
             if head is not None and head.layer is module:
                 place.forward = module.forward
             self._places[name] = self.count - 1, place
+        for name in (*chain.before, *chain.after):
+            weight = getattr(model.get_submodule(name), "weight", None)
+            if weight is not None:  # a model may read its dtype or its device
+                stand_in: Any = self._places[name][1]
+                stand_in.weight = torch.empty(0, dtype=weight.dtype, device=device)
         self._tied = None if chain.tied is None else model.get_submodule(chain.tied)
         self._shared = shared_parameters(model)
         first, last = 0 in self.own, self.count - 1 in self.own

@@ -63,6 +63,8 @@ MODELS = {
     "mixtral, 6 experts": _MIXTRAL.replace("experts: 4", "experts: 6"),
     "deepseek_v3": _DEEPSEEK,
     "gpt_oss": _GPT_OSS,
+    "mamba2": "{model_type: mamba2, vocab_size: 64, hidden_size: 32, num_hidden_layers: 4, state_size: 8, num_heads: 4, \
+head_dim: 16, n_groups: 1, expand: 2, chunk_size: 8, tie_word_embeddings: true}",
 }
 PP = "strategy.pipeline_parallel_size="
 CP = "strategy.context_parallel_size="
@@ -233,6 +235,7 @@ LAUNCHES = {
         ("mistral, windows", "pipeline 2"),
         ("gpt_oss", "pipeline 2, not packed"),
         ("deepseek_v3", "pipeline 2"),
+        ("mamba2", "pipeline 2, not packed"),
     ],
     "context, 1": _CONTEXT[:6],
     "context, 2": [
