@@ -62,6 +62,8 @@ def chain_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Chain:
         raise refuse("has an auxiliary loss over the routers of all blocks (output_router_logits)")
     called, outputs, problems = list[str](), list[Any](), list[str]()
     inside = {module for block in blocks.values() for module in block.modules()}
+    if any(getattr(module, "is_kv_shared_layer", False) for module in inside):
+        raise refuse("has blocks that use the keys and values of earlier blocks")
     outer = {
         full: module
         for full, module in model.named_modules()
@@ -90,10 +92,15 @@ def chain_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Chain:
         return lambda module, args: called.append(full)
 
     handles = [module.register_forward_pre_hook(note(full)) for full, module in outer.items()]
+    # The result of a layer is recognized by its gradient, also if the layer is frozen
+    frozen = [p for module in outer.values() for p in module.parameters(recurse=False)]
+    frozen = [p for p in frozen if p.is_floating_point() and not p.requires_grad]
     training, own = model.training, [vars(block).get("forward") for block in blocks.values()]
     try:
         for full, block in blocks.items():
             block.forward = stand_in(full)
+        for parameter in frozen:
+            parameter.requires_grad_()
         ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
         # With this form of mask, transformers reads no values to make one
         mask = torch.zeros(1, 1, 8, 8, device="meta")
@@ -103,6 +110,8 @@ def chain_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Chain:
         raise refuse(f"cannot run without values ({type(error).__name__})") from error
     finally:
         model.train(training)
+        for parameter in frozen:
+            parameter.requires_grad_(False)
         for block, forward in zip(blocks.values(), own, strict=True):
             del block.forward
             if forward is not None:
@@ -124,6 +133,15 @@ def chain_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Chain:
     shared_parts = [getattr(model, name, None) for name in ("config", "generation_config")]
     whole = copy.deepcopy(model, {id(part): part for part in shared_parts})
     return Chain(tuple(blocks), tuple(before), tuple(after), tied, whole)
+
+
+def shared_parameters(model: nn.Module) -> list[str]:
+    """The names that an embedding has for the parameters that it shares with the head."""
+    first, last = embeddings(model)
+    if first is None or last is None:
+        return []
+    every = first._parameters.items()
+    return [name for name, p in every if p is not None and p is last._parameters.get(name)]
 
 
 def balanced(costs: Sequence[float], parts: int) -> list[range]:
@@ -272,7 +290,13 @@ class StagedModel:
             if head is not None and head.layer is module:
                 place.forward = module.forward
             self._places[name] = self.count - 1, place
+        for name in (*chain.before, *chain.after):
+            weight = getattr(model.get_submodule(name), "weight", None)
+            if weight is not None:  # a model may read its dtype or its device
+                stand_in: Any = self._places[name][1]
+                stand_in.weight = torch.empty(0, dtype=weight.dtype, device=device)
         self._tied = None if chain.tied is None else model.get_submodule(chain.tied)
+        self._shared = shared_parameters(model)
         first, last = 0 in self.own, self.count - 1 in self.own
         if not (first or last):
             self._tied = None
@@ -309,16 +333,17 @@ class StagedModel:
         return 0
 
     @property
-    def tied_weight(self) -> nn.Parameter | None:
-        """The weight that the first and the last stage share, if this rank has one of two copies and
-        trains it."""
-        weight = getattr(self._tied, "weight", None)
-        alone = {0, self.count - 1} <= {*self.own}
-        return weight if weight is not None and weight.requires_grad and not alone else None
+    def tied_weights(self) -> list[nn.Parameter]:
+        """The trained parameters that the first and the last stage share, if this rank has one of two
+        copies: the embedding, or its rows of new tokens beside adapters."""
+        if self._tied is None or {0, self.count - 1} <= {*self.own}:
+            return []
+        found = [self._tied.get_parameter(name) for name in self._shared]
+        return [parameter for parameter in found if parameter.requires_grad]
 
     @property
     def other_of_tied(self) -> int:
-        """The rank in the group that has the tied weight, too."""
+        """The rank in the group that has the tied weights, too."""
         return self.rank_of(self.count - 1) if 0 in self.own else 0
 
     # A forward pass of one stage

@@ -42,6 +42,8 @@ class NormGroup:
     group: dist.ProcessGroup
     same: frozenset[nn.Parameter] = frozenset()
     """Parameters whose gradients are not divided: all ranks of the group have the same ones."""
+    lacking: bool = False
+    """Whether some ranks may have no gradient at all, as a stage whose weights are all frozen."""
 
 
 class WrappedModel(ABC):
@@ -151,6 +153,8 @@ class WrappedModel(ABC):
         total: torch.Tensor | None = None
         for level in self.norm_groups:
             total = _plus_squares(total, [left.pop(p) for p in [*left] if p not in level.same])
+            if total is None and level.lacking:  # all ranks of the group add up
+                total = torch.zeros((), device=next(self.module.parameters()).device)
             if total is not None:
                 with self.waiting():
                     dist.all_reduce(total, group=level.group)

@@ -210,7 +210,11 @@ class Fsdp(WrappedModel):
         return timed
 
     def description(self) -> str:
-        ranks, master, policy = self._ranks, self._parameters[0], self._policy
+        ranks, policy = self._ranks, self._policy
+        masters = "nothing is trained here"  # in a stage of a pipeline
+        if self._parameters:
+            master = self._parameters[0]
+            masters = f"{dtype_name(master.dtype)} masters on {master.device}"
         mesh = ranks.shard_mesh
         sizes = [f"{mesh.size(i)} {name}" for i, name in enumerate(mesh.mesh_dim_names or ())]
         divided = ""
@@ -230,7 +234,7 @@ class Fsdp(WrappedModel):
         exact = f" ({self._in_float32} weights in float32)" if self._in_float32 else ""
         return (
             f"fsdp: {counted} a mesh of {' x '.join(sizes)}{divided}, "
-            f"{dtype_name(master.dtype)} masters on {master.device}{offloaded}, gathered in "
+            f"{masters}{offloaded}, gathered in "
             f"{dtype_name(policy.param_dtype)}{exact}, gradients reduced in "
             f"{dtype_name(policy.reduce_dtype)} after {when}"
         )

@@ -79,12 +79,12 @@ class StagedModel(Protocol):
     links: Any
 
     @property
-    def tied_weight(self) -> nn.Parameter | None:
-        """The weight of which the first and the last stage have copies."""
+    def tied_weights(self) -> list[nn.Parameter]:
+        """The trained parameters of which the first and the last stage have copies."""
 
     @property
     def other_of_tied(self) -> int:
-        """The rank in the group that has the other copy."""
+        """The rank in the group that has the other copies."""
 
     def parts_of_rank(self) -> list[range]:
         """The numbers of this rank's blocks."""
@@ -197,10 +197,10 @@ class Pipelined(WrappedModel):
         self.inner, self.staged, self._name = inner, staged, schedule
         self.measures_waits = inner.measures_waits
         self.autocast_dtype = inner.autocast_dtype
-        if (tied := staged.tied_weight) is not None and 0 not in staged.own:
-            # The norm has the gradient of one copy
-            self._parameters = [p for p in self._parameters if p is not tied]
-        self.norm_groups = [*inner.norm_groups, NormGroup(staged.links.group)]
+        if 0 not in staged.own:  # the norm has the gradients of one copy
+            tied = {*staged.tied_weights}
+            self._parameters = [p for p in self._parameters if p not in tied]
+        self.norm_groups = [*inner.norm_groups, NormGroup(staged.links.group, lacking=True)]
 
     def description(self) -> str:
         blocks = " and ".join(
@@ -300,22 +300,24 @@ class Pipelined(WrappedModel):
 
     @torch.no_grad()
     def _add_tied(self) -> None:
-        """Adds the gradients that the first and the last stage have of a weight that they share."""
-        tied, staged = self.staged.tied_weight, self.staged
-        if tied is None or tied.grad is None:
+        """Adds the gradients that the first and the last stage have of weights that they share."""
+        staged, group = self.staged, self.staged.links.group
+        every = [local_gradient(p) for p in staged.tied_weights if p.grad is not None]
+        own = [gradient for gradient in every if gradient.numel()]
+        if not own:
             return
-        own = local_gradient(tied)
-        mine = own.to(staged.device).contiguous()
-        other, peer = torch.empty_like(mine), staged.other_of_tied
-        group = staged.links.group
+        mine = [gradient.to(staged.device).contiguous() for gradient in own]
+        others = [torch.empty_like(gradient) for gradient in mine]
         operations = [
-            dist.P2POp(dist.isend, mine, group=group, group_peer=peer),
-            dist.P2POp(dist.irecv, other, group=group, group_peer=peer),
+            dist.P2POp(operation, gradient, group=group, group_peer=staged.other_of_tied)
+            for sent, received in zip(mine, others, strict=True)
+            for operation, gradient in ((dist.isend, sent), (dist.irecv, received))
         ]
         with self.waiting():
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-        own.add_(other)
+        for gradient, other in zip(own, others, strict=True):
+            gradient.add_(other.to(gradient.device))  # offloaded gradients are in host memory
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

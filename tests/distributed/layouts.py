@@ -63,6 +63,8 @@ MODELS = {
     "mixtral, 6 experts": _MIXTRAL.replace("experts: 4", "experts: 6"),
     "deepseek_v3": _DEEPSEEK,
     "gpt_oss": _GPT_OSS,
+    "mamba2": "{model_type: mamba2, vocab_size: 64, hidden_size: 32, num_hidden_layers: 4, state_size: 8, num_heads: 4, \
+head_dim: 16, n_groups: 1, expand: 2, chunk_size: 8, tie_word_embeddings: true}",
 }
 PP = "strategy.pipeline_parallel_size="
 CP = "strategy.context_parallel_size="
@@ -80,6 +82,8 @@ _PINNED = OFFLOAD[0]
 SGD = ["optimizer.name=sgd", "optimizer.learning_rate=0.03"]
 _LAYERS = "target_modules: [q_proj, k_proj, o_proj, up_proj, down_proj]"
 LORA = f"lora={{rank: 4, {_LAYERS}}}"
+ONE_BLOCK = "lora={rank: 4, target_modules: [model.layers.2.self_attn.q_proj]}"
+"""Three of four stages train nothing."""
 SAVED = f"lora={{rank: 4, {_LAYERS}, modules_to_save: [embed_tokens, lm_head, norm]}}"
 DORA = f"lora={{rank: 4, {_LAYERS}, dora: true, modules_to_save: [lm_head]}}"
 WEIGHTED = "data.weights_column=worth"
@@ -114,6 +118,7 @@ VARIANTS = {
     "pipeline 2, state offloaded": [PP + "2", _STATE],
     "pipeline 4, kept logits": [PP + "4", "model.keep_logits=true"],
     "pipeline 2, lora": [PP + "2", LORA],
+    "pipeline 4, adapters in one block": [PP + "4", ONE_BLOCK],
     "pipeline 4, saved modules": [PP + "4", SAVED],
     "pipeline 2, dora": [PP + "2", DORA],
     "pipeline 2, dpo": [PP + "2", *PAIRS],
@@ -230,6 +235,7 @@ LAUNCHES = {
         ("mistral, windows", "pipeline 2"),
         ("gpt_oss", "pipeline 2, not packed"),
         ("deepseek_v3", "pipeline 2"),
+        ("mamba2", "pipeline 2, not packed"),
     ],
     "context, 1": _CONTEXT[:6],
     "context, 2": [

@@ -114,6 +114,22 @@ def test_a_run_is_resumed_with_other_stages(trained, folder, tmp_path, before, a
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["2 stages", "4 stages on 2 ranks"])
+def test_stages_share_the_rows_of_new_tokens(folder, tmp_path, name):
+    """Adapters freeze the shared embedding, but not these rows, which both stages train."""
+    rows = ["model.new_tokens=['<new>']", "lora={rank: 4, target_modules: [q_proj, o_proj]}"]
+    for run_name in ("one rank", name):
+        ranks, *overrides = LAYOUTS[run_name]
+        train(folder, tmp_path / run_name, ranks, *overrides, *rows).check()
+    alone, run_dir = tmp_path / "one rank", tmp_path / name
+    assert numbers(run_dir) == pytest.approx(numbers(alone), rel=1e-6)
+    file = "hf/adapter_model.safetensors"
+    mine, other = load_file(run_dir / file), load_file(alone / file)
+    assert mine.keys() == other.keys()
+    assert max((mine[key] - other[key]).abs().max().item() for key in mine) < 1e-6
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["2 stages", "4 stages on 2 ranks"])
 def test_a_stopped_run_of_stages_saves_and_continues(folder, tmp_path, name):
     ranks, *overrides = LAYOUTS[name]
     run_dir = tmp_path / "run"

@@ -3,8 +3,13 @@
 import itertools
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from launcher.models.pipeline import balanced
+from launcher.errors import RecipeError
+from launcher.models.description import describe
+from launcher.models.new_rows import add_new_rows, grow_vocabulary
+from launcher.models.pipeline import balanced, chain_of, shared_parameters
 from launcher.strategies.pipeline import schedule
 
 SIZES = [
@@ -103,3 +108,79 @@ def test_blocks_are_divided_so_that_the_largest_part_is_as_small_as_possible(
     costs, parts, expected
 ):
     assert balanced(costs, parts) == expected
+
+
+_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+_GEMMA4 = {
+    "head_dim": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+}
+_MAMBA = {
+    "layers_block_type": ["mamba", "hybrid"] * 2,
+    "mamba_d_state": 8,
+    "n_mamba_heads": 2,
+    "mamba_headdim": 32,
+    "mamba_ngroups": 1,
+}
+
+
+def meta_model(model_type, **sizes):
+    with torch.device("meta"):
+        config = AutoConfig.for_model(model_type, **_SIZES, **sizes)
+        return AutoModelForCausalLM.from_config(config)
+
+
+def chain(model_type, *, frozen, **sizes):
+    model = meta_model(model_type, **sizes).requires_grad_(not frozen)
+    found = chain_of(model, dict(describe(model).blocks))
+    assert all(parameter.requires_grad is not frozen for parameter in model.parameters())
+    return found
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "says"),
+    [
+        # Each block gets the embeddings of the tokens, too
+        ("zamba2", _MAMBA, "passes results of other layers to model.layers.0"),
+        (
+            "gemma4_text",
+            _GEMMA4 | {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 64},
+            "passes results of other layers to model.layers.0",
+        ),
+        (
+            "gemma4_text",
+            _GEMMA4 | {"num_kv_shared_layers": 2},
+            "has blocks that use the keys and values of earlier blocks",
+        ),
+    ],
+)
+def test_a_model_whose_blocks_need_more_than_one_activation_is_refused(
+    model_type, sizes, says, frozen
+):
+    """Also if its embedding is frozen, as with adapters."""
+    with pytest.raises(RecipeError, match=says):
+        chain(model_type, frozen=frozen, **sizes)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_chain_of_a_model_without_shared_keys(frozen):
+    assert len(chain("gemma4_text", frozen=frozen, **_GEMMA4).blocks) == 4
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_new_rows_of_a_tied_embedding_are_shared_too(tied):
+    model = meta_model("llama", tie_word_embeddings=tied)
+    assert shared_parameters(model) == (["weight"] if tied else [])
+    grow_vocabulary(model, range(64, 66))
+    add_new_rows(model, range(64, 66), saved=())
+    assert shared_parameters(model) == (["weight", "new_rows"] if tied else [])
