@@ -62,6 +62,8 @@ def chain_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Chain:
         raise refuse("has an auxiliary loss over the routers of all blocks (output_router_logits)")
     called, outputs, problems = list[str](), list[Any](), list[str]()
     inside = {module for block in blocks.values() for module in block.modules()}
+    if any(getattr(config, key, 0) for key in ("layerdrop", "decoder_layerdrop")):
+        raise refuse("skips blocks at random (layerdrop)")
     if any(getattr(module, "is_kv_shared_layer", False) for module in inside):
         raise refuse("has blocks that use the keys and values of earlier blocks")
     outer = {
