@@ -87,7 +87,7 @@ def variables():
     }
 
 
-SLOW_SECONDS = 2 if "CHECK" in os.environ else 4
+SLOW_SECONDS = 2 if "CHECK" in os.environ else 8
 """CPU seconds, with those of child processes, that a unit test takes at most without a mark: by `make
 check` two. In other sessions more processes share the cores, which makes CPU time longer."""
 MARKS = ("slow", "long", "gpu")

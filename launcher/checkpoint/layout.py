@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from launcher.checkpoint.files import rank_file
+from launcher.distributed.process_group import gather
 from launcher.files import ALIGNMENT
 from launcher.models.safetensors_files import DTYPES, Tensors
 from launcher.models.shards import local_columns, local_rows
@@ -26,6 +28,36 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class Holders:
+    """Which ranks hold which tensors."""
+
+    ranks: range
+    """The ranks that hold this rank's tensors: the first one has the number 0 among them."""
+    every: Mapping[str, torch.Tensor]
+    """The dtypes and shapes of the tensors of all ranks, on the meta device."""
+    elsewhere: Set[str] = frozenset()
+    """Names of this rank's tensors that other ranks write, too: a pipeline's first stage and its last
+    one have the same embedding."""
+
+
+def holders(tensors: Tensors, *, stage: range, group: dist.ProcessGroup) -> Holders:
+    """Finds out which ranks of the group hold which tensors. All of them must call it. stage: this
+    rank's neighbours, which hold the same tensors as this rank."""
+    if len(stage) == dist.get_world_size(group):
+        return Holders(stage, tensors)
+    first = dist.get_rank(group) == stage.start
+    mine = {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()} if first else {}
+    every: dict[str, torch.Tensor] = {}
+    elsewhere: Set[str] = frozenset()
+    for rank, found in enumerate(gather(mine, group)):
+        if rank == stage.start:
+            elsewhere = every.keys() & tensors.keys()
+        for name, (dtype, shape) in found.items():
+            every.setdefault(name, torch.empty(shape, dtype=dtype, device="meta"))
+    return Holders(stage, every, elsewhere)
+
+
+@dataclass(frozen=True)
 class Layout:
     """What this rank writes."""
 
@@ -38,10 +70,16 @@ class Layout:
     """Content of index.json, on rank 0."""
 
 
-def plan(tensors: Tensors, local: Tensors, group: dist.ProcessGroup) -> Layout:
-    """Plans the files; `local` are this rank's own tensors. All ranks of `group` must call it."""
+def plan(
+    tensors: Tensors, local: Tensors, group: dist.ProcessGroup, held: Holders | None = None
+) -> Layout:
+    """Plans the files; `local` are this rank's own tensors. All ranks of `group` must call it. held:
+    None: all ranks hold these tensors."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    rows = {name: local_rows(tensors[name]) for name in _written_by(rank, size, tensors)}
+    held = held or Holders(range(size), tensors)
+    own = {name: tensor for name, tensor in tensors.items() if name not in held.elsewhere}
+    written = _written_by(rank - held.ranks.start, len(held.ranks), own)
+    rows = {name: local_rows(tensors[name]) for name in written}
     parts = {name: part for name, (part, _) in rows.items()}
     layout = _lay_out(parts | {LOCAL + name: tensor for name, tensor in local.items()})
     mine = {
@@ -58,7 +96,7 @@ def plan(tensors: Tensors, local: Tensors, group: dist.ProcessGroup) -> Layout:
                 "shape": list(tensor.shape),
                 "parts": [parts[name] for parts in gathered if name in parts],
             }
-            for name, tensor in tensors.items()
+            for name, tensor in held.every.items()
         }
         index = json.dumps(entries, separators=(",", ":")).encode()
     return Layout(*layout, index)

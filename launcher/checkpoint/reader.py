@@ -50,12 +50,15 @@ def verify_together(path: Path, *, group: dist.ProcessGroup) -> str | None:
 
 
 @torch.no_grad()
-def load(path: Path, tensors: Tensors, *, group: dist.ProcessGroup) -> None:
+def load(
+    path: Path, tensors: Tensors, *, group: dist.ProcessGroup, every: Tensors | None = None
+) -> None:
     """Reads a verified checkpoint into the tensors of `model_and_optimizer`, in place. Any strategy
-    and number of ranks may have written it. Raises RecipeError if it is of another model, and
-    DamagedCheckpointError if it cannot be read."""
+    and number of ranks may have written it. every: the tensors of all ranks (`Holders.every`); None:
+    each rank has all. Raises RecipeError if it is of another model, and DamagedCheckpointError if it
+    cannot be read."""
     stored = open_tensors(path)
-    _compare(path, stored.tensors, tensors)
+    _compare(path, stored.tensors, tensors if every is None else every)
     problem = None
     try:
         pool = ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))))

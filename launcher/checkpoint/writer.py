@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.checkpoint import files
-from launcher.checkpoint.layout import LOCAL, Layout, as_bytes, plan
+from launcher.checkpoint.layout import LOCAL, Holders, Layout, as_bytes, plan
 from launcher.checkpoint.staging import StagingBuffer
 from launcher.console import bytes_as_text, task
 from launcher.distributed.process_group import CHECKPOINT_GROUP, gather
@@ -127,8 +127,9 @@ class Checkpointer:
         group: dist.ProcessGroup,
         device: torch.device,
         before_write: Callable[[], None] = lambda: None,
+        held: Holders | None = None,
     ) -> None:
-        """`group` was made by `checkpoint_group`. Rank 0
+        """`group` was made by `checkpoint_group`. held: see `plan`. Rank 0
         calls `before_write` before the scratch folder is made and before it becomes a checkpoint;
         if it raises, the save fails."""
         self.folder = folder
@@ -140,7 +141,7 @@ class Checkpointer:
         """Failed saves in a row, updated by `save` and `finish`: the same on every rank."""
         self._group, self._device, self._settings = group, device, settings
         self._rank, self._ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._before_write = before_write
+        self._before_write, self._held = before_write, held
         self._buffer: StagingBuffer | None = None
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda" and settings.asynchronous:
@@ -154,7 +155,9 @@ class Checkpointer:
         """Allocates the buffer for asynchronous saves of these tensors from a GPU, and page-locks it
         while training begins. Without this call it stays pageable. All ranks must call it."""
         if self._stream is not None:
-            self._buffer = StagingBuffer(_aligned(plan(tensors, local, self._group).size))
+            self._buffer = StagingBuffer(
+                _aligned(plan(tensors, local, self._group, self._held).size)
+            )
             self._buffer.start_page_lock(self._device)
 
     def close(self) -> None:
@@ -230,7 +233,7 @@ class Checkpointer:
         """Saves, and appends the outcome for `poll`. Raises nothing."""
         scratch: Path | None = None
         try:
-            layout = plan(tensors, local, self._group)
+            layout = plan(tensors, local, self._group, self._held)
             values = {**tensors, **{LOCAL + name: tensor for name, tensor in local.items()}}
             pieces = [(0, torch.frombuffer(bytearray(layout.header), dtype=torch.uint8))]
             pieces += [(start, as_bytes(values[name])) for name, start in layout.starts.items()]

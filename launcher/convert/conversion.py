@@ -20,11 +20,21 @@ def is_off(value: object) -> bool:
     return not value or (isinstance(value, str) and value.lower() in ("none", "no", "off"))
 
 
+def shown(name: str) -> str:
+    """A key as it is shown: a component of torchtune is the value of its section."""
+    return name.removesuffix("._component_")
+
+
+def _has(section: object, key: str) -> bool:
+    return isinstance(section, dict) and not is_off(section.get(key))
+
+
 @dataclass
 class Conversion:
     """The recipe that is being made, and what became of each of the tool's keys.
 
-    A function of a tool takes the keys that it knows (`get`) and sets keys of the recipe (`set`).
+    A row of a tool's data file takes the keys that it names (`get`) and sets keys of the recipe
+    (`set`). A name with points is that of a key in a section: `optimizer.lr`.
     """
 
     tool: str
@@ -33,8 +43,10 @@ class Conversion:
     folder: Path
     """Folder of the config, for the files that it names."""
     ranks: int
-    method: str | None = None
+    command_method: str | None = None
     """How the command says that it trains, where the config does not: dpo, kto; None: not said."""
+    method: str = ""
+    """What the config trains, by the data file: sft, pretrain, preference, kto, reward or rl."""
     comments: str = ""
     """The comment lines of the config."""
     values: dict[str, Any] = field(default_factory=dict)
@@ -52,16 +64,35 @@ class Conversion:
     shows_images: str = ""
     """The tool's key that shows that rows have images; empty: none does."""
     taken: set[str] = field(default_factory=set)
-    """The tool's keys that a function has looked at."""
+    """The tool's keys that a row has looked at, without those in sections."""
+
+    def at(self, *names: str) -> Any:
+        """The value of the first of these keys that is given; None: of none. A key in a list of sections
+        has the value of the first section in which it is on."""
+        for name in names:
+            found: Any = self.given
+            for part in [name] if name in self.given else name.split("."):
+                if isinstance(found, list):
+                    found = next((each for each in found if _has(each, part)), None)
+                found = found.get(part) if isinstance(found, dict) else None
+            if found is not None:
+                return found
+        return None
 
     def get(self, *names: str, default: Any = None) -> Any:
         """The value of the first of these keys that is given. All of them count as known."""
-        self.taken |= {*names}
-        return next((self.given[name] for name in names if name in self.given), default)
+        self.taken |= {name.partition(".")[0] for name in names}
+        found = self.at(*names)
+        return default if found is None else found
 
     def names(self, *names: str) -> str:
         """Those of these keys that are given, for an origin."""
-        return ", ".join(name for name in names if name in self.given)
+        return ", ".join(shown(name) for name in names if self.at(name) is not None)
+
+    def file(self, name: str) -> Path | None:
+        """A file that the config names, in the current folder or one above the config; None: not here."""
+        folders = (Path(), self.folder, *self.folder.parents)
+        return next((each / name for each in folders if (each / name).exists()), None)
 
     def set(self, key: str, value: Any, origin: str = "", note: str = "") -> None:
         """Sets a key of the recipe. origin: the tool's keys; empty: the tool's default."""
@@ -76,31 +107,22 @@ class Conversion:
         if text not in texts:
             texts.append(text)
 
-    def differ(self, key: str, text: str) -> None:
-        """Records that a key of the recipe trains a bit differently, and adds it above the key."""
-        self.note(key, text)
-        names = self.origins.get(key, "").partition(": ")[2] or key
+    def origin(self, key: str) -> str:
+        """The tool's keys that a key of the recipe comes from; empty: its default, or another's."""
+        return self.origins.get(key, "").partition(": ")[2]
+
+    def differ(self, key: str, text: str, names: str = "") -> None:
+        """Records that a key of the recipe trains a bit differently, and adds it above the key. names:
+        the tool's keys by which it does, if they are not those that the key comes from."""
+        self.note(key, f"{names}: {text}" if names else text)
+        names = names or self.origin(key) or key
         known = self.differs.get(names)
         self.differs[names] = text if known in (None, text) else f"{known}; {text}"
-
-    def move(self, name: str, key: str, *, default: Any = None, note: str = "") -> None:
-        """Sets a key of the recipe to the value of a key that means the same, or to its default."""
-        value = self.get(name)
-        if value is not None:
-            self.set(key, value, name, note)
-        elif default is not None:
-            self.set(key, default, "", note)
 
     def lose(self, name: str, what: str) -> None:
         """Records what changes the training and is lost."""
         self.taken.add(name)
-        self.lost.setdefault(name, what)
-
-    def lose_all(self, prefix: str, what: str) -> None:
-        """Records the keys that begin so as parts of something that is lost."""
-        for name in self.given:
-            if name.startswith(prefix) and not is_off(self.given[name]):
-                self.lose(name, what)
+        self.lost.setdefault(shown(name), what)
 
     def skip(self, why: str, *names: str) -> None:
         """Records given keys without which the training is the same."""
@@ -108,13 +130,18 @@ class Conversion:
             if self.get(name) is not None:
                 self.needless.setdefault(name, why)
 
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are data for evaluations."""
+        return "data.validation" in self.values or "data.validation_split" in self.values
+
     def rest(self) -> Iterator[str]:
-        """Names of keys that no function has looked at."""
+        """Names of keys that no row has looked at."""
         return (name for name in self.given if name not in self.taken)
 
 
 def finish(conversion: Conversion, same: Mapping[str, str]) -> None:
-    """Decides about the keys that the tool's functions have not looked at, by their names alone.
+    """Decides about the keys that no row of the tool has looked at, by their names alone.
 
     same: the keys of the recipe by their last name, where that is of one key only.
     """

@@ -11,23 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher.convert import axolotl, llamafactory, torchtune, trl
+from launcher.convert import engine
 from launcher.convert.conversion import Conversion, finish
 from launcher.convert.model_files import check_model
 from launcher.convert.text import recipe_text
+from launcher.convert.tool_files import tool_of
 from launcher.errors import RecipeError
 from launcher.recipe.decode import DEFAULT, Problem, decode, dotted, keys, merged
 from launcher.recipe.rules import check
 from launcher.recipe.schema import Recipe
 from launcher.recipe.yaml_text import NotYamlError, parse_yaml
 
-_TOOLS = {
-    "axolotl": axolotl.convert,
-    "LLaMA-Factory": llamafactory.convert,
-    "torchtune": torchtune.convert,
-    "TRL": trl.convert,
-}
-_SIGNS = {"axolotl": axolotl.SIGNS, "LLaMA-Factory": llamafactory.SIGNS, "TRL": trl.SIGNS}
 _MOST_PROBLEMS = 20
 _ABSENT = ("model.path", "distillation.teacher")
 """Keys whose folders need not be on this machine."""
@@ -80,19 +74,19 @@ def convert_files(
         raise RecipeError(f"{named}: {what}")
     given = {str(name): value for name, value in given.items() if value is not None}
     conversion = Conversion(
-        tool=tool,
+        tool=tool.name,
         given=dict(given),
         folder=files[0].resolve().parent,
         ranks=ranks,
-        method=method if method in ("dpo", "kto") else None,
+        command_method=method if method in ("dpo", "kto") else None,
         comments=_comments(files),
     )
     try:
-        _TOOLS[tool](conversion)
+        engine.convert(conversion, tool)
     except RecipeError as error:
         raise RecipeError(f"{named}: {error}") from None
     except (TypeError, ValueError, AttributeError, KeyError) as error:
-        what = f"cannot be read as a config of {tool}: a value has another type than {tool}'s"
+        what = f"cannot be read as a config of {tool.name}: a value has another type than {tool.name}'s"
         raise RecipeError(f"{named}: {what} ({error})") from None
     conversion.given = given
     finish(conversion, _same_names())
@@ -114,7 +108,7 @@ def convert_files(
     absent = _repair(conversion, ranks)
     return Converted(
         text=recipe_text(conversion, _header(conversion, named)),
-        tool=tool,
+        tool=tool.name,
         moved=tuple(
             name
             for name in given
@@ -125,15 +119,6 @@ def convert_files(
         lost=conversion.lost,
         absent=tuple(absent),
     )
-
-
-def tool_of(given: dict[str, Any]) -> str | None:
-    """The tool that a config is of, by its keys; None: of none."""
-    if torchtune.is_torchtune(given):
-        return "torchtune"
-    found = {tool: sum(sign in given for sign in signs) for tool, signs in _SIGNS.items()}
-    best, count = max(found.items(), key=lambda pair: pair[1])
-    return best if count else None
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -61,19 +61,19 @@ class StepStatistics:
     def __init__(self, values: StepTotals, ranks: RankLayout) -> None:
         weight = values.loss_tokens if values.loss_weight is None else values.loss_weight
         # Whole numbers up to 2^53 are exact
-        self._host = torch.tensor([*values[:-1], weight], dtype=torch.float64)
-        self._device, self._work, self._event = self._host, None, None
+        self.host = torch.tensor([*values[:-1], weight], dtype=torch.float64)
+        self._device, self._work, self._event = self.host, None, None
         if ranks.device.type != "cuda":
             if ranks.size > 1:
                 self._work = dist.all_reduce(self._device, group=ranks.group, async_op=True)
             return
-        pinned, stream = self._host.pin_memory(), _statistics_stream(ranks.device)
+        pinned, stream = self.host.pin_memory(), _statistics_stream(ranks.device)
         with torch.cuda.stream(stream):
             self._device = pinned.to(ranks.device, non_blocking=True)
             if ranks.size > 1:
                 dist.all_reduce(self._device, group=ranks.group)
             host = torch.empty_like(pinned, pin_memory=True)
-            self._host = host.copy_(self._device, non_blocking=True)
+            self.host = host.copy_(self._device, non_blocking=True)
             self._event = stream.record_event()
 
     def loss_weight(self) -> torch.Tensor:
@@ -92,7 +92,7 @@ class StepStatistics:
         # A query does not block, and the event is usually done
         if self._event is not None and not self._event.query():
             self._event.synchronize()
-        *counts, weight = self._host.tolist()
+        *counts, weight = self.host.tolist()
         return StepTotals(*map(int, counts))._replace(loss_weight=weight)
 
     def _wait(self) -> None:
@@ -113,13 +113,13 @@ class MicroBatches(Sequence[MicroBatch]):
     def __init__(
         self, host: Sequence[MicroBatch], copy: Callable[[MicroBatch], MicroBatch]
     ) -> None:
-        self._host, self._copy = host, copy
+        self.host, self._copy = host, copy
 
     def __len__(self) -> int:
-        return len(self._host)
+        return len(self.host)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._copy(self._host[index])
+        return self._copy(self.host[index])
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ class RunData:
             count = sampler.micro_batches(step)
             collated = [raise_error(next(loader)) for _ in range(count)]
             waited = time.perf_counter() - started
-            counted = collated if ranks.tensor_parallel_rank == 0 else []
+            counted = collated if ranks.counts else []
             totals = StepTotals(
                 loss_tokens=sum(part.loss_tokens for part in counted),
                 tokens=sum(part.tokens for part in counted),

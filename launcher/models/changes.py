@@ -32,6 +32,7 @@ from launcher.models.load import Load, ModelCheckpoint, starting_weights
 from launcher.models.lora import add_adapters
 from launcher.models.new_rows import grow_vocabulary
 from launcher.models.nf4_layers import quantize_blocks
+from launcher.models.pipeline import Chain, Links, StagedModel, stages_of
 from launcher.models.precision import kept_in_float32
 from launcher.models.record import record_of
 from launcher.models.recurrent import separate_documents, use_operators_without_values
@@ -252,6 +253,25 @@ def divide_layers(
         partial = apply_tensor_parallel(model, tensor_mesh)
         record_of(model).layers_divided = tensor_mesh.size()
     return experts, partial
+
+
+def divide_blocks(
+    model: nn.Module,
+    blocks: dict[str, nn.Module],
+    chain: Chain,
+    *,
+    links: Links,
+    stages_of_rank: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> StagedModel:
+    """Leaves the blocks of this rank's stages in the model (pipeline parallelism), and in `blocks`.
+    dtype: of computation. Raises RecipeError if there are fewer blocks than stages."""
+    # Last: all other changes read the whole model
+    stages = stages_of(chain.whole, chain, links.size * stages_of_rank)
+    staged = StagedModel(model, blocks, chain, stages, links=links, dtype=dtype, device=device)
+    record_of(model).stages = staged
+    return staged
 
 
 def _refuse_old_torch(*, fsdp: bool) -> None:

@@ -303,13 +303,15 @@ class Head:
     """
 
     def __init__(self, layer: Any, transform: Transform, *, compile: bool = False) -> None:
-        self._layer, self._transform, self._compile = layer, transform, compile
+        self.layer, self._transform, self._compile = layer, transform, compile
         self._logits: Callable[[torch.Tensor], torch.Tensor] = layer.forward
         self._group: dist.ProcessGroup | None = None
         self._first = 0
         self.keep_logits = False
         """Whether the forward pass keeps the logits for the backward pass. The loss of a
         `HeadFunction` does not."""
+        self.elsewhere: Callable[[], bool] = lambda: False
+        """Whether another stage of a pipeline has the layer. Answers are zeros in the same form then."""
         layer.forward = self._forward
 
     def divide(
@@ -340,7 +342,7 @@ class Head:
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
         call = _asked.get()
         if call is None or call.head is not self:
-            return self._logits(hidden)
+            return hidden if self.elsewhere() else self._logits(hidden)
         flat = hidden.flatten(0, -2)
         answer = call.question(self, flat)
         # In the form of logits, which the model expects; a copy, since FSDP warns about views. FSDP
@@ -353,12 +355,17 @@ class Head:
 
     def logits(self, hidden: torch.Tensor, *, at: torch.Tensor | None = None) -> torch.Tensor:
         """(tokens, vocabulary), transformed, of all tokens or those at these places."""
+        if self.elsewhere():
+            count, width = len(hidden if at is None else at), base_layer(self.layer).weight.shape[0]
+            return hidden.new_zeros(1).expand(count, width)
         return self._transform(self._logits(hidden if at is None else hidden[at]))
 
     def losses(
         self, hidden: torch.Tensor, *, micro_batch: MicroBatch, reduction: Literal["sum", "none"]
     ) -> torch.Tensor:
         """`cross_entropies` of the targets at the positions of a micro-batch."""
+        if self.elsewhere():
+            return _zeros(micro_batch)[: 1 if reduction == "sum" else None]
         return self.cross_entropies(*_at_positions(hidden, micro_batch), reduction)
 
     def cross_entropies(
@@ -371,7 +378,7 @@ class Head:
         (1, 1), float32."""
         chunking, parts = self._chunking(targets, reduction), self._vocabulary
         if chunking.width < parts or chunking.group is not None:
-            losses = linear_cross_entropy(*_linear(self._layer, hidden), targets, chunking)
+            losses = linear_cross_entropy(*_linear(self.layer, hidden), targets, chunking)
         else:  # a single chunk: its logits are kept for the backward pass, not recomputed
             cross_entropy = chunking.function(_cross_entropy)
             losses = cross_entropy(self._logits(hidden), targets, self._transform, reduction)
@@ -382,12 +389,14 @@ class Head:
     ) -> torch.Tensor:
         """What the function returns of the inputs, weight and bias of the layer, at the positions of a
         micro-batch: (positions, ...)."""
+        if self.elsewhere():
+            return _zeros(micro_batch)
         hidden, targets = _at_positions(hidden, micro_batch)
-        return function(*_linear(self._layer, hidden), targets, self._chunking(targets, "none"))
+        return function(*_linear(self.layer, hidden), targets, self._chunking(targets, "none"))
 
     @property
     def _vocabulary(self) -> int:
-        return len(local_part(base_layer(self._layer).weight))
+        return len(local_part(base_layer(self.layer).weight))
 
     def _chunking(self, targets: torch.Tensor, reduction: Literal["sum", "none"]) -> Chunking:
         return Chunking(
@@ -403,6 +412,14 @@ class Head:
 
 Question = Callable[[Head, torch.Tensor], torch.Tensor]
 """question(head, hidden): (tokens, columns) of hidden states (tokens, features)."""
+
+
+def _zeros(micro_batch: MicroBatch) -> torch.Tensor:
+    """(positions, 1), or (targets, 1), float32."""
+    targets, positions = micro_batch.targets, micro_batch.positions
+    assert targets is not None
+    count = targets.numel() if positions is None else len(positions)
+    return torch.zeros(count, 1, device=targets.device)
 
 
 def _at_positions(

@@ -32,6 +32,7 @@ from launcher.models.adapted import (
 from launcher.models.config_files import write_config, write_generation_config
 from launcher.models.names import clean_name
 from launcher.models.nf4 import packed_names, parts_of_rows, shape_of, unpacked
+from launcher.models.record import record_of, whole_model
 from launcher.models.safetensors_files import ADAPTER_CONFIG, write_tensors
 from launcher.models.tensor_names import export_conversions
 from launcher.models.ties import config_untied
@@ -91,6 +92,7 @@ def export_hugging_face(
     *,
     rank: int,
     device: torch.device,
+    sends: bool = False,
     dtype: torch.dtype = torch.float32,
     merged: bool = False,
     source: ModelCheckpoint | None = None,
@@ -101,12 +103,14 @@ def export_hugging_face(
     It is written as a scratch folder, and renamed when it is complete.
 
     Every rank must call it: the ranks all-gather one tensor at a time, and rank 0 writes it.
+    sends: whether this rank passes what its stage of a pipeline has to rank 0.
     dtype, source: see `write_weights`. `merged` writes the whole model, adapters added in.
     Frozen weights that the run holds with less precision than the source are read from it; those
     in NF4 only if `export_base` is original.
     """
-    tensors = named_weights(module)
-    packed = {clean_name(name) for name in packed_names(module)}
+    whole, stages = whole_model(module), record_of(module).stages
+    tensors, forms = named_weights(module), named_weights(whole)
+    packed = {clean_name(name) for name in packed_names(whole)}
     read_source = None if source is None else source.reader()
 
     def is_rounded(name: str, tensor: torch.Tensor) -> bool:
@@ -116,10 +120,20 @@ def export_hugging_face(
         return stored is not None and tensor.dtype.itemsize < stored.itemsize
 
     def read(name: str) -> torch.Tensor:
-        tensor = tensors[name]
-        if read_source is not None and is_rounded(name, tensor):
-            shape = shape_of(tensor) if name in packed else tensor.shape
+        form = forms[name]
+        shape = shape_of(form) if name in packed else form.shape
+        if read_source is not None and is_rounded(name, form):
             return read_source(name) if rank == 0 else torch.zeros(()).expand(shape)
+        if stages is None:
+            return gathered(name)
+        owner = stages.owner(name)
+        found = gathered(name) if stages.links.rank == owner else None
+        if owner != 0 and (sends or rank == 0):
+            found = stages.pass_to_first(found, owner)
+        return torch.zeros(()).expand(shape) if found is None else found
+
+    def gathered(name: str) -> torch.Tensor:
+        tensor = tensors[name]
         parts = parts_of_rows(tensor)
         if isinstance(tensor, DTensor):  # offloaded shards are all-gathered on the device
             tensor = tensor.to(device).full_tensor()  # type: ignore[attr-defined]
@@ -127,11 +141,11 @@ def export_hugging_face(
         return unpacked(tensor, torch.float32, parts) if name in packed else tensor
 
     if rank != 0:
-        for _ in exported_tensors(module, read, merged=merged, convert=False):
+        for _ in exported_tensors(whole, read, merged=merged, convert=False):
             pass  # its part in the all-gathers
         return
     with replace_folder(folder, written=WRITTEN) as scratch:
-        write_weights(module, scratch, read, dtype=dtype, merged=merged, source=source)
+        write_weights(whole, scratch, read, dtype=dtype, merged=merged, source=source)
         if tokenizer is not None:
             tokenizer.save(scratch)
 

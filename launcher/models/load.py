@@ -302,7 +302,9 @@ def pretrained_weights(
     adapted = {each.weight: each for each in adapted_weights(model)}
     with task("loading weights", len(checkpoint.conversions)) as advance:
         for conversion in checkpoint.conversions:
-            if conversion.converter is None:
+            if conversion.first not in tensors and record_of(model).stages is not None:
+                pass  # another stage of the pipeline has it
+            elif conversion.converter is None:
                 (name,) = conversion.names()
                 checkpoint.stored.copy_rows(name, tensors[conversion.first])
                 if conversion.first in adapted:

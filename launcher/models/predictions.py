@@ -54,7 +54,13 @@ def of_head(model: nn.Module, micro_batch: MicroBatch, function: HeadFunction) -
 def logits(
     model: nn.Module, inputs: Mapping[str, Any], at: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """(rows, tokens, vocabulary), or those at these places of the flattened rows."""
+    """(rows, tokens, vocabulary), or those at these places of the flattened rows. With pipeline
+    parallelism all stages have them without gradients, the last one with them."""
+    found, stages = _logits(model, inputs, at), record_of(model).stages
+    return found if stages is None or torch.is_grad_enabled() else stages.of_last(found)
+
+
+def _logits(model: nn.Module, inputs: Mapping[str, Any], at: torch.Tensor | None) -> torch.Tensor:
     if (head := record_of(model).head) is not None:
         asked: torch.Tensor = head.ask(model, inputs, partial(Head.logits, at=at))[0]
         rows = inputs["input_ids"].shape

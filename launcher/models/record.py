@@ -13,6 +13,7 @@ from launcher.models.micro_batch import Masking
 if TYPE_CHECKING:
     from launcher.models.description import ModelDescription
     from launcher.models.head import Head
+    from launcher.models.pipeline import StagedModel
     from launcher.models.towers import Towers
 
 
@@ -45,6 +46,8 @@ class ModelRecord:
     """What computes attachments, if rows have some."""
     head: Head | None = None
     """It computes losses without full logits, or of a reward model the scores of all tokens."""
+    stages: StagedModel | None = None
+    """This rank's stages of a pipeline."""
     rows_divided: int = 1
     """Ranks that compute parts of the same rows."""
     experts_divided: int = 1
@@ -53,9 +56,21 @@ class ModelRecord:
     """Ranks that have parts of the same layers."""
 
     @property
+    def whole(self) -> nn.Module | None:
+        """A copy on the meta device of the model before a pipeline divided it; None: it has not been
+        divided so."""
+        return None if self.stages is None else self.stages.whole
+
+    @property
     def recurrent(self) -> bool:
         """Whether recurrent layers compute each document of a packed row by itself."""
         return self.documents is not None
+
+
+def whole_model(model: Any) -> Any:
+    """The model with all of its blocks, for names, shapes and its config: of a stage of a pipeline, the
+    copy on the meta device."""
+    return record_of(model).whole or model
 
 
 def record_of(model: nn.Module) -> ModelRecord:

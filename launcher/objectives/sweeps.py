@@ -125,7 +125,7 @@ def rows_in_order(
         for collated in map(raise_error, loader):
             rows = compute(to_device(collated.micro_batch, ranks.device), collated)
             advance(1)
-            yield _on_rank_0(rows[:0] if ranks.tensor_parallel_rank else rows, ranks)
+            yield _on_rank_0(rows if ranks.counts else rows[:0], ranks)
 
 
 def _on_rank_0(rows: torch.Tensor, ranks: RankLayout) -> torch.Tensor:

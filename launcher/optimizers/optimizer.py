@@ -59,7 +59,7 @@ def make_optimizer(
     inner: set[str] = set()
     if optimizer.name == "muon":
         inner = orthogonalized_parameters(model, blocks).keys() & trained.keys()
-        if not inner:
+        if not inner and trained:
             raise RecipeError("optimizer.name: muon: the model has no matrix in a block; use adamw")
 
     def sort(name: str, parameter: torch.Tensor) -> tuple[Kind, float]:
@@ -79,9 +79,21 @@ def make_optimizer(
             named = [(name, p) for name, p in trained.items() if sort(name, p) == (kind, ratio)]
             if named:
                 groups.append({"params": named, "ratio": ratio, **options})
+    if not groups:  # a stage of a pipeline whose weights are all frozen
+        groups.append(
+            {
+                "params": [],
+                "param_names": [],
+                "ratio": 1.0,
+                "weight_decay": 0.0,
+                "orthogonalize": False,
+            }
+        )
     made = _make(groups, optimizer, seed)
-    if cpu_offload is not None and (cpu_offload.what == "optimizer" or cpu_offload.optimizer_path):
-        return OffloadedOptimizer(made, cpu_offload, state_file=state_file)
+    # A stage whose weights are all frozen has no state
+    where = cpu_offload if trained else None
+    if where is not None and (where.what == "optimizer" or where.optimizer_path):
+        return OffloadedOptimizer(made, where, state_file=state_file)
     create_state(made)
     if optimizer.ema is not None:
         create_averages(made)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from launcher.distributed.rank_layout import PARALLEL_SIZES, layout_sizes
+from launcher.distributed.rank_layout import PARALLEL_SIZES, Dimension, layout_sizes
 from launcher.planner.machine import Machine
 from launcher.planner.memory import Plan
 from launcher.planner.recipe_values import has_reductions_to_choose, micro_batches_of
@@ -144,14 +144,14 @@ def _in_groups(strategy: Strategy, written: Recipe) -> Strategy:
     return dataclasses.replace(strategy, **sizes)
 
 
-def larger_sizes(written: Recipe, machine: Machine) -> Iterator[list[Recipe]]:
-    """For each key of `PARALLEL_KEYS`, the recipes with larger sizes within a node, the smallest
-    size first. They are like the recipes of `smallest`, but without CPU offload. A list is empty if
-    the rules for recipes allow no larger size."""
-    per_node = machine.gpus_per_node
+def larger_sizes(written: Recipe, machine: Machine) -> Iterator[tuple[Dimension, list[Recipe]]]:
+    """For each dimension the recipes with larger sizes, the smallest size first: within a node, or as
+    many as there are nodes. They are like the recipes of `smallest`, but without CPU offload. A list
+    is empty if the rules for recipes allow no larger size."""
     for each in PARALLEL_SIZES:
         before, recipes = getattr(written.strategy, each.key), list[Recipe]()
-        for size in (n for n in range(before + 1, per_node + 1) if per_node % n == 0):
+        most = machine.nodes if each.across_nodes else machine.gpus_per_node
+        for size in (n for n in range(before + 1, most + 1) if most % n == 0):
             changed: Any = {each.key: size}
             strategy = dataclasses.replace(written.strategy, **changed)
             recipe = next(smallest(dataclasses.replace(written, strategy=strategy), machine))
@@ -160,7 +160,7 @@ def larger_sizes(written: Recipe, machine: Machine) -> Iterator[list[Recipe]]:
                 recipe = dataclasses.replace(recipe, model=model)
             if not check(recipe, ranks=machine.ranks, unsound=set(), files=False):
                 recipes.append(recipe)
-        yield recipes
+        yield each, recipes
 
 
 def _batches(written: Recipe, machine: Machine) -> Iterator[Batch]:
@@ -222,7 +222,8 @@ def _strategies(
             kind="ddp", mixed_precision=wide, sync_every_micro_batch=sync, shard_optimizer=zero
         )
     per_node = machine.gpus_per_node
-    inside = {machine.ranks // n for n in range(2, per_node + 1) if per_node % n == 0}
+    ranks = machine.ranks // written.strategy.pipeline_parallel_size
+    inside = {ranks // n for n in range(2, per_node + 1) if per_node % n == 0}
     sizes = layout_sizes(written.strategy, ranks=machine.ranks)
     inside |= {1, written.strategy.replicate}
     copies = sorted(n for n in inside if sizes.allows_replicas(n))

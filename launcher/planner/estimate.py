@@ -27,7 +27,12 @@ of the last norm (in float32). Fitted to traces of Llama models."""
 
 
 def estimate_memory(work: Work) -> StepMemory:
-    """Memory of one optimizer step on rank 0, in its last micro-batch."""
+    """Memory of one optimizer step on rank 0, in its last micro-batch; of a pipeline, on a rank of the
+    stage that needs most."""
+    if work.pipeline:
+        stages = [*map(estimate_memory, work.pipeline)]
+        largest = max(stages, key=lambda step: step.peak.total)
+        return dataclasses.replace(largest, host=max(step.host for step in stages))
     step = _Step(work)
     logits = work.kept_logits if work.chunked else 4 * work.tokens * work.profile.vocabulary
     after = {"gathered": step.between, "activations": round(step.activations), "logits": logits}
@@ -131,7 +136,8 @@ class _Step:
             if twice:
                 kept = block.selective if selective else 0.0
                 kept += 0 if work.activations_to_host else block.output
-                self.host += pinned(round(block.output)) if work.activations_to_host else 0
+                if work.activations_to_host:
+                    self.host += round(work.in_flight * pinned(round(block.output)))
             else:
                 self.kept_casts += block.casts
             self.activations += kept
@@ -154,6 +160,7 @@ class _Step:
             self.tower_space = max(self.tower_space, widest * block.widest + 2 * block.output)
         # The pixels, and the features among the embeddings
         self.activations += self.of_tower
+        self.activations *= work.in_flight
 
     def _set_weights(self) -> None:
         """Unsharded or cast weights: in the forward pass, after it, and in the backward pass."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from launcher.errors import RecipeError
 from launcher.models.changes import divide_layers
 from launcher.models.description import (
     embeddings,
@@ -25,6 +26,8 @@ from launcher.models.description import (
 from launcher.models.experts import find_experts
 from launcher.models.head import computes_loss
 from launcher.models.nf4 import shapes
+from launcher.models.pipeline import KEY as PIPELINE
+from launcher.models.pipeline import balanced
 from launcher.models.precision import computes_in_float32
 from launcher.models.record import record_of
 from launcher.models.tensor_parallel import (
@@ -113,6 +116,10 @@ class WeightGroup:
             for w in self.parameters
         )
         return dataclasses.replace(self, parameters=tuple(divided)) if ranks > 1 else self
+
+    def used(self, experts: int) -> float:
+        """Elements that a token uses, of so many experts."""
+        return sum(w.count * (experts / w.shape[0] if w.expert else 1) for w in self.parameters)
 
     @cached_property
     def quantized(self) -> list[int]:
@@ -279,6 +286,29 @@ class ModelProfile:
         return sum(group.trained for group in self.groups)
 
 
+def rank_profile(profile: ModelProfile, rank: int, *, ranks: int, chunks: int) -> ModelProfile:
+    """The profile of what one of the ranks of a pipeline has: its stages, `chunks` of them. Raises
+    RecipeError if there are fewer blocks than stages."""
+    blocks = [profile.classes[kind] for kind in profile.block_classes]
+    count = ranks * chunks
+    if count > len(blocks):
+        raise RecipeError(f"{PIPELINE}: {count} stages, but the model has {len(blocks)} blocks")
+    costs = [float(block.used(profile.experts)) for block in blocks]
+    costs[-1] += profile.root.count
+    parts = balanced(costs, count)
+    own = [part for stage, part in enumerate(parts) if stage % ranks == rank]
+    first, last, empty = rank == 0, rank == ranks - 1, WeightGroup((), profile.root.adapted)
+    tied = not profile.embedding.count  # then the root has the weight of both
+    return dataclasses.replace(
+        profile,
+        block_classes=tuple(profile.block_classes[index] for part in own for index in part),
+        embedding=profile.embedding if first else empty,
+        root=profile.root if last or (first and tied) else empty,
+        unused=profile.unused if first else empty,
+        vocabulary=profile.vocabulary if last else 0,
+    )
+
+
 _PROFILES: dict[str, ModelProfile] = {}
 _PREPARED: dict[str, PreparedModel] = {}
 """Caches, by what they depend on."""
@@ -395,7 +425,7 @@ def _profile_of_shapes(
     blocks = [group(block.parameters()) for block in units]
     classes = tuple(dict.fromkeys(blocks))
     kinds = tuple(classes.index(block) for block in blocks)
-    first = embeddings(model)[:1] if prepared.outer_units else ()
+    first = embeddings(model)[:1] if prepared.outer_units.embedding else ()
     unused = unused_modules(model)
     tower = [model.get_submodule(name) for name in prepared.tower]
     inside = {id(p) for unit in (*first, *units, *tower, *unused) for p in unit.parameters()}

@@ -37,6 +37,8 @@ LESS_MEMORY = 0.8
 """A slower configuration is shown only if it needs at most this share of the memory of the one
 before it."""
 SHOWN = 7
+SLOW_NETWORK = 0.1
+"""Share of a step's time that waits for communication, from which on stages of a pipeline are tried."""
 TRACES = 5
 """Maximum number of traces in the search for the fastest configuration."""
 OPTIMISM = 0.95
@@ -80,8 +82,9 @@ def search_configurations(
     written = search.trace(estimated)
     best = search.fastest(evaluated)
     fitting = [] if best is None else [best]
-    if machine.memory is not None and (best is None or best.offloads):
-        groups = search.divided()
+    slow = best is not None and best.seconds.communication > SLOW_NETWORK * best.seconds.total
+    if machine.memory is not None and (best is None or best.offloads or slow):
+        groups = search.divided(only_across_nodes=best is not None and not best.offloads)
         evaluated_count += sum(map(len, groups))
         fitting += search.fastest_of(groups)
         best = min(fitting, key=lambda c: c.seconds.total, default=None)
@@ -264,23 +267,33 @@ class _Search:
         faster = option.seconds.total * (1 + EQUAL_SPEED) < best.seconds.total
         return self.trace(option) if faster else None
 
-    def divided(self) -> list[list[Configuration]]:
-        """For each key of `PARALLEL_KEYS`, estimates of the configurations without CPU offload, for
-        one size: the smallest with which a configuration fits with room, or else the smallest with
-        which one fits."""
+    def divided(self, *, only_across_nodes: bool = False) -> list[list[Configuration]]:
+        """For each dimension estimates of the configurations without CPU offload, for one size: the
+        smallest with which a configuration fits with room, or else the smallest with which one fits.
+        Across nodes for each size. only_across_nodes: leaves out the other dimensions."""
         found = []
-        for recipes in larger_sizes(self._written, self._machine):
+        for dimension, recipes in larger_sizes(self._written, self._machine):
+            if dimension.across_nodes:
+                found += [self._without_offload(recipe) for recipe in recipes]
+            if dimension.across_nodes or only_across_nodes:
+                continue
             for with_room, recipe in itertools.product((True, False), recipes):
                 few = [r for r in smallest(recipe, self._machine) if not r.strategy.cpu_offload]
                 with contextlib.suppress(RecipeError):  # the model's layers cannot be divided
                     if any(self.may_fit(self.estimate(r), with_room=with_room) for r in few):
-                        every = variants(
-                            concrete(recipe, self._machine), self._machine, precisions=False
-                        )
-                        estimates = map(self.estimate, every)
-                        found.append([one for one in estimates if not one.offloads])
+                        found.append(self._without_offload(recipe))
                         break
         return found
+
+    def _without_offload(self, recipe: Recipe) -> list[Configuration]:
+        """Estimates of the configurations of a recipe without CPU offload; none if the model cannot be
+        divided so."""
+        every = variants(concrete(recipe, self._machine), self._machine, precisions=False)
+        try:
+            estimates = [self.estimate(each) for each in every]
+        except RecipeError:
+            return []
+        return [one for one in estimates if not one.offloads]
 
     def fastest_of(self, groups: Iterable[Sequence[Configuration]]) -> list[Configuration]:
         """The fastest of each group, if it fits and the model supports it."""
@@ -381,7 +394,7 @@ def _more_gpus(written: Recipe, machine: Machine) -> str:
         more = dataclasses.replace(machine, nodes=nodes)
         fitting = smallest_that_fits(written, more) if nodes > machine.nodes else None
         if fitting is not None:
-            hardware = f"{more.ranks} of them (nodes={nodes} gpus_per_node={per_node})"
+            hardware = f"{more.ranks} of them (nodes={nodes} gpus={per_node})"
             text = f"more {unit}s: {hardware}, with {_overrides(written, fitting)}"
             sizes = layout_sizes(written.strategy, ranks=more.ranks)
             if size % (groups := sizes.data_parallel_size):

@@ -104,6 +104,9 @@ class StepTime:
     offload: float
     """Copies between device and host."""
     optimizer: float
+    pipeline: float = 0.0
+    """Waits of a pipeline's ranks for other stages, before the first and after the last micro-batch of
+    a step, and where another stage takes longer."""
 
     @property
     def total(self) -> float:
@@ -125,6 +128,8 @@ def seconds_of_step(time: StepTime, recipe: Recipe, tokens: float) -> float:
 
 def estimate_time(work: Work, machine: Machine) -> StepTime:
     """Time of one optimizer step on the ranks of a machine."""
+    if work.pipeline:
+        return _time_of_pipeline(work, machine)
     forward, backward, again = (work.micro_batches * t for t in _compute(work, machine))
     network_forward, network_backward = _network(work, machine)
     copies_forward, copies_backward, waits, optimizer = _transfers(work, machine)
@@ -147,6 +152,21 @@ def estimate_time(work: Work, machine: Machine) -> StepTime:
         offload=waits + copies,
         optimizer=optimizer,
     )
+
+
+def _time_of_pipeline(work: Work, machine: Machine) -> StepTime:
+    """The time of the stage that takes longest. In addition each rank waits for as many micro-batches as
+    there are other stages; half of that with two stages on a rank (Narayanan et al., 2021, arXiv
+    2104.04473, section 2.2). Exchanges of activations run beside compute but for these micro-batches."""
+    stages = [estimate_time(stage, machine) for stage in work.pipeline]
+    slowest, size = max(stages, key=lambda stage: stage.total), work.strategy.pipeline_parallel_size
+    passes = slowest.forward + slowest.backward + slowest.recomputation
+    moved = 2.0 * work.size * work.tokens * work.profile.hidden
+    rate = machine.rates.intra_node_bandwidth
+    if work.ranks // size >= machine.gpus_per_node:  # neighbouring stages are on different nodes
+        rate = machine.rates.inter_node_bandwidth / machine.gpus_per_node
+    once = (passes + slowest.communication) / work.micro_batches + moved / rate + 2 * LATENCY
+    return dataclasses.replace(slowest, pipeline=(size - 1) / work.chunks * once)
 
 
 def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:

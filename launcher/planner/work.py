@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -13,10 +15,11 @@ from launcher.distributed.rank_layout import layout_sizes
 from launcher.models.head import chunk_width
 from launcher.models.nf4 import AT_ONCE
 from launcher.optimizers.offload import BUCKET
-from launcher.planner.profile import ModelProfile, WeightGroup
+from launcher.planner.profile import ModelProfile, WeightGroup, rank_profile
 from launcher.planner.recipe_values import micro_batches_of
 from launcher.recipe.schema import Optimizer, Recipe
 from launcher.strategies.base import compute_dtype
+from launcher.strategies.pipeline import STAGES_OF_RANK, schedule
 from launcher.training.operators import Saved, share_of_budget
 
 STATE_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2 * (1 + 4 / 256), "sgd": 4, "adafactor": 0}
@@ -104,9 +107,20 @@ class BlockCost:
 class Work:
     """Numbers of micro-batches, shards and reductions, and sizes in bytes, of one rank."""
 
-    def __init__(self, profile: ModelProfile, recipe: Recipe, *, ranks: int) -> None:
-        """The recipe may differ from the profiled one in strategy, checkpointing and batch."""
+    def __init__(
+        self,
+        profile: ModelProfile,
+        recipe: Recipe,
+        *,
+        ranks: int,
+        in_flight: float = 1,
+        head: bool = True,
+    ) -> None:
+        """The recipe may differ from the profiled one in strategy, checkpointing and batch. in_flight:
+        the micro-batches whose activations a rank of a pipeline holds at once. head: whether it has
+        what comes after the blocks."""
         self.profile, self.recipe, self.ranks = profile, recipe, ranks
+        self.in_flight, self.head = in_flight, head
         self.strategy = strategy = recipe.strategy
         self.one_rank = recipe.uses_one_rank(ranks)
         self.ddp = strategy.kind == "ddp" and not self.one_rank
@@ -178,6 +192,33 @@ class Work:
         if not profile.tower.trained:
             self.tower_recomputed = [False] * len(self.tower)
         self.root = self._root()
+
+    @cached_property
+    def pipeline(self) -> list[Work]:
+        """The work of a rank of each stage that differs; empty without pipeline parallelism."""
+        size, chunks = self.strategy.pipeline_parallel_size, self.chunks
+        if size == 1 or self.ddp:
+            return []
+        alone = dataclasses.replace(
+            self.strategy, pipeline_parallel_size=1, pipeline_schedule="1f1b"
+        )
+        recipe, found = dataclasses.replace(self.recipe, strategy=alone), list[Work]()
+        for rank in range(size):
+            part = rank_profile(self.profile, rank, ranks=size, chunks=chunks)
+            if any(part == work.profile for work in found):
+                continue  # of stages that are alike, the first one has the most in flight
+            passes = schedule(self.micro_batches, rank=rank, ranks=size, chunks=chunks)
+            begun = itertools.accumulate(1 if each.forward else -1 for each in passes)
+            flying = max(begun) / chunks
+            head = rank == size - 1
+            ranks = self.ranks // size
+            found.append(Work(part, recipe, ranks=ranks, in_flight=flying, head=head))
+        return found
+
+    @property
+    def chunks(self) -> int:
+        """Stages of a rank."""
+        return STAGES_OF_RANK[self.strategy.pipeline_schedule]
 
     def _block(self, kind: int, weights: WeightGroup) -> BlockCost:
         """The forward pass of a block of this class."""
@@ -269,14 +310,14 @@ class Work:
         logits."""
         profile, size, hidden, tokens = self.profile, self.size, self.profile.hidden, self.tokens
         cast = self.autocast and not (profile.root.adapted and not profile.root.trained)
-        kept = (3 * size + 4) * hidden * tokens
+        kept = (3 * size + 4) * hidden * tokens if self.head else 0
         return BlockCost(
             kept=kept,
             eager=kept,
             output=size * hidden * tokens,
-            widest=4 * hidden * tokens,
+            widest=4 * hidden * tokens if self.head else 0,
             casts=size * self.logits_width * hidden if cast else 0,
-            moved=4 * (3 * size + 4) * hidden * tokens,
+            moved=4.0 * kept,
             products=2.0 * tokens * hidden * profile.vocabulary,
             trained=_share_trained(profile.root),
         )

@@ -99,6 +99,7 @@ NAMES = {
     "strategy.context_parallel_size": "cp_size sequence_parallel_size sequence_parallel_degree",
     "strategy.cpu_offload": "fsdp_offload_params offload_optimizer offload_params",
     "strategy.expert_parallel_size": "ep_size expert_model_parallel_size",
+    "strategy.pipeline_parallel_size": "pp_size pipeline_model_parallel_size",
     "strategy.tensor_parallel_size": "tp_size tensor_parallel tensor_model_parallel_size "
     "tensor_parallel_dim",
     "strategy.kind": "deepspeed fsdp fsdp_config fsdp_version zero_stage distributed_type",
@@ -134,8 +135,9 @@ ABSENT = {
     "mixture_of_depths rope_scaling upcast_layernorm upcast_lmhead_output reinit_weights "
     "fp32_norms fp32_norm_classes scaling_softmax fix_untrained_tokens shrink_embeddings "
     "added_tokens_overrides split_special_tokens quantization is_falcon_derived_model llama4_linearized_experts use_onebitllms",
-    "pipeline parallelism; strategy.kind=fsdp shards the model": "pp_size "
-    "pipeline_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size",
+    "strategy.pipeline_schedule=interleaved_1f1b has two stages on each rank": (
+        "virtual_pipeline_model_parallel_size"
+    ),
     "each source is read whole and once an epoch; data.train.NAME.weight mixes sources": "mix_strategy "
     "interleave_probs dataset_shard_num dataset_shard_idx shuffle_before_merging_datasets "
     "use_pose eval_sequence_len dataset_exact_deduplication min_sample_len curriculum_sampling",

@@ -87,6 +87,7 @@ _OFFLOADED_STATE = "strategy.cpu_offload.what strategy.cpu_offload.optimizer_pat
 _CONTEXT = "strategy.context_parallel_size"
 _EXPERT = "strategy.expert_parallel_size"
 _TENSOR = "strategy.tensor_parallel_size"
+_PIPELINE = "strategy.pipeline_parallel_size"
 _TEMPLATED = _kinds(lambda kind: kind.templated)
 _OF_TOKENS = " ".join(TOKEN_KINDS)
 _NOT_MASKED = "causal_lm sequence_classification reward"
@@ -173,6 +174,12 @@ NEEDS: tuple[Needs, ...] = (
     Needs("activation_checkpointing.budget", "model.builder data.builder", False),
     # Sizes of groups that compute a model in parallel
     Needs(f"{_CONTEXT} {_TENSOR}", "model.builder data.builder", False),
+    Needs(_PIPELINE, "strategy.kind", "fsdp auto"),
+    Needs(_PIPELINE, "model.builder data.builder distillation", False),
+    Needs(_PIPELINE, " ".join(ATTACHMENTS.values()), False),
+    Needs(_PIPELINE, "model.task", "causal_lm"),
+    Needs(_PIPELINE, "model.chunked_loss", True),
+    Needs("batch.micro_batch_tokens activation_checkpointing.budget", _PIPELINE, "1"),
     Needs(_CONTEXT, "data.kind", _OF_TOKENS),
     Needs(_CONTEXT, "model.task", "causal_lm"),
     Needs(f"{_EXPERT} {_TENSOR}", "strategy.kind", "fsdp auto"),
@@ -769,7 +776,14 @@ def _data_files(recipe: Recipe) -> Found:
                 yield where, "no-such-path", no_such_name("file or folder", pattern)
 
 
+def _pipeline_schedule(recipe: Recipe) -> Found:
+    strategy = recipe.strategy
+    if strategy.pipeline_schedule != "1f1b" and strategy.pipeline_parallel_size == 1:
+        yield "strategy.pipeline_schedule", f"needs-{_PIPELINE}", f"needs {_PIPELINE} above 1"
+
+
 _RULES = (
+    _pipeline_schedule,
     _paths_of_models,
     _adapter_targets,
     _attention,

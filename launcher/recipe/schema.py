@@ -439,6 +439,12 @@ class Strategy(Section):
     """fsdp: {what: all} keeps the shards in host memory, {what: optimizer} the optimizer state."""
     replicate: PositiveInt = 1
     """fsdp: copies of the sharded model (hybrid sharding); 1: shard over all ranks."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Stages that hold neighbouring blocks. Each stage is trained by this part of the ranks, and passes
+    activations on to the next one (`docs/strategies.md`)."""
+    pipeline_schedule: Literal["1f1b", "interleaved_1f1b"] = "1f1b"
+    """1f1b: a rank has one stage. interleaved_1f1b: a rank has two, of half the blocks; ranks wait half
+    as long for each other, and exchange twice as much."""
     context_parallel_size: PositiveInt = 1
     """Context parallel ranks: each computes a part of the tokens of the same sequences and, in
     attention, a part of the heads (Ulysses). fsdp shards parameters over them too. 1: off."""

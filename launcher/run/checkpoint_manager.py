@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.checkpoint import files
+from launcher.checkpoint.layout import holders
 from launcher.checkpoint.reader import (
     find_checkpoint,
     load,
@@ -39,10 +40,12 @@ from launcher.checkpoint.writer import Checkpointer, Save, checkpoint_group
 from launcher.console import bytes_as_text, program
 from launcher.data.batching import Position
 from launcher.distributed.process_group import from_rank_0
+from launcher.distributed.rank_layout import DIMENSIONS
 from launcher.errors import RecipeError, TrainingError
 from launcher.models.adapter_files import open_adapter
 from launcher.models.build import checkpoint_folder, is_pretrained
 from launcher.models.philox import derived_seed
+from launcher.models.record import whole_model
 from launcher.models.safetensors_files import open_folder
 from launcher.recipe.load import argument_digests, to_yaml
 from launcher.reliability.json_files import Json
@@ -51,6 +54,13 @@ from launcher.training.evaluation import is_better
 from launcher.training.setup import Training
 
 logger = logging.getLogger(__name__)
+
+
+def _own_sizes(recipe: Mapping[str, Any]) -> list[int]:
+    """The sizes of a plain recipe that say which ranks draw the same random numbers, and which blocks
+    a rank has."""
+    strategy = recipe.get("strategy") or {}
+    return [strategy.get(each.key, 1) for each in DIMENSIONS if each.counts != "each"]
 
 
 class CheckpointManager:
@@ -77,14 +87,21 @@ class CheckpointManager:
         """Why the last save failed, or None."""
         self.saved_step: int | None = None
         """Step of the newest checkpoint."""
+        stage = self._ranks.stage
+        begin = self._ranks.rank - stage.rank
+        self._held = holders(
+            self._tensors, stage=range(begin, begin + stage.size), group=self._group
+        )
         if self._ranks.rank == 0:
-            files.check_space(self._folder, sum(tensor.nbytes for tensor in self._tensors.values()))
+            every = self._held.every.values()
+            files.check_space(self._folder, sum(tensor.nbytes for tensor in every))
         self._checkpointer = Checkpointer(
             self._folder,
             self._settings,
             group=self._group,
             device=self._ranks.device,
             before_write=run.check,
+            held=self._held,
         )
         self._replicas = Replicas(self._tensors, self._ranks.group)
         if self._settings.saves:
@@ -99,7 +116,8 @@ class CheckpointManager:
         """Digest of the weights in model.path if some of them are frozen: a resume reads these
         again."""
         section, digest = self._training.recipe.model, None
-        frozen = not all(parameter.requires_grad for parameter in self._module.parameters())
+        whole = whole_model(self._module)
+        frozen = not all(parameter.requires_grad for parameter in whole.parameters())
         if not frozen or not is_pretrained(section):
             return None
         folder = checkpoint_folder(section)
@@ -152,15 +170,14 @@ class CheckpointManager:
         if self._ranks.device.type == "cuda":
             # A step may still copy offloaded optimizer state to the host
             torch.cuda.synchronize(self._ranks.device)
-        load(path, self._tensors, group=self._group)
+        load(path, self._tensors, group=self._group, every=self._held.every)
         self._training.loss_scale.restore(state["loss_scale"])
         other_validation = self._restore_best(state, changes, own=start == Latest())
-        saved_size = (before.get("strategy") or {}).get("tensor_parallel_size", 1)
-        if (state["ranks"], saved_size) == (self._ranks.size, self._ranks.tensor_parallel_size):
+        if (state["ranks"], _own_sizes(before)) == (self._ranks.size, _own_sizes(now)):
             local = read_local(path, self._ranks.rank)
             restore_rank_state(local, self._module, self._ranks.device)
         else:  # the saved random states belong to other ranks: use new seeds
-            name = f"{state['step']}/{self._ranks.tensor_parallel_group_index}"
+            name = f"{state['step']}/{self._ranks.random_stream}"
             torch.manual_seed(derived_seed(self._training.recipe.run.seed, name))
         self.saved_step = state["step"]
         # Damaged checkpoints, and checkpoints of steps that will be repeated
@@ -230,7 +247,7 @@ class CheckpointManager:
                 raise files.DamagedCheckpointError(path, problem)
             if self._ranks.device.type == "cuda":
                 torch.cuda.synchronize(self._ranks.device)
-            load(path, self._tensors, group=self._group)
+            load(path, self._tensors, group=self._group, every=self._held.every)
         except files.DamagedCheckpointError as error:
             what = f"the best checkpoint cannot be exported: {error}"
             raise TrainingError(

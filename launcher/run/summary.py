@@ -19,12 +19,13 @@ from launcher.distributed.environment import segments_grow
 from launcher.libraries.private import attention_implementation
 from launcher.models.attention import attention_kernels
 from launcher.models.config_overrides import config_changes
-from launcher.models.description import parts_without_text
+from launcher.models.description import describe, parts_without_text
 from launcher.models.float8 import describe_float8
 from launcher.models.head import computes_loss
 from launcher.models.names import clean_name
 from launcher.models.nf4 import shapes
 from launcher.models.nf4_layers import describe_nf4
+from launcher.models.record import whole_model
 from launcher.models.recurrent import missing_kernels
 from launcher.models.shards import local_bytes
 from launcher.optimizers.optimizer import warmup_steps
@@ -128,13 +129,14 @@ def _model(training: Training) -> Iterator[str]:
     module, blocks = training.wrapped.module, training.blocks
     name = getattr(getattr(module, "config", None), "model_type", type(module).__name__)
     kind = next((type(block).__name__.removeprefix("FSDP") for block in blocks.values()), "none")
-    total = sum(shape.numel() for shape in shapes(module).values())
-    updates = sum(parameter.numel() for parameter in held["gradients"])
+    whole = whole_model(module)
+    total = sum(shape.numel() for shape in shapes(whole).values())
+    updates = sum(each.numel() for each in whole.parameters() if each.requires_grad)
     share = f", {count_as_text(updates)} of them trained ({updates / total:.2%})"
     cpu = f"CPU with {torch.get_num_threads()} thread(s)"
     yield (
         f"model: {name}, {count_as_text(total)} parameters{share if updates < total else ''}, "
-        f"{len(blocks)} blocks ({kind}); a rank is a "
+        f"{describe(module).depth} blocks ({kind}); a rank is a "
         f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else cpu}"
     )
     for change in config_changes(recipe.model):
@@ -184,11 +186,11 @@ def _model(training: Training) -> Iterator[str]:
             )
     sizes = {name: local_bytes(tensors) for name, tensors in held.items()}
     parts = ", ".join(f"{name} {bytes_as_text(size)}" for name, size in sizes.items())
-    whole = bytes_as_text(sum(sizes.values()))
+    together = bytes_as_text(sum(sizes.values()))
     beside = "unsharded blocks"
     if isinstance(training.wrapped, OneRank):
         beside = f"{bytes_as_text(training.wrapped.copied_bytes)} of weights to compute with"
-    yield f"a rank holds {whole}: {parts}; plus activations and {beside}"
+    yield f"a rank holds {together}: {parts}; plus activations and {beside}"
 
 
 def _data(training: Training) -> Iterator[str]:

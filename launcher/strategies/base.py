@@ -5,9 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -33,6 +35,17 @@ class Root(nn.Module):
         return function(self.model, *arguments)
 
 
+@dataclass(frozen=True)
+class NormGroup:
+    """Ranks over which gradients are divided."""
+
+    group: dist.ProcessGroup
+    same: frozenset[nn.Parameter] = frozenset()
+    """Parameters whose gradients are not divided: all ranks of the group have the same ones."""
+    lacking: bool = False
+    """Whether some ranks may have no gradient at all, as a stage whose weights are all frozen."""
+
+
 class WrappedModel(ABC):
     """A model distributed over its ranks. `root` is the wrapper of a `Root`; `module` is the model,
     with its parameters, names and config."""
@@ -44,6 +57,8 @@ class WrappedModel(ABC):
         self.root, self.module, self.waiting = root, module, ranks.waiting
         self.autocast_dtype: torch.dtype | None = None
         """Forward passes run under autocast with this dtype; None: without."""
+        self.norm_groups: list[NormGroup] = []
+        """The groups over which gradients are divided, the innermost first."""
         self._device_type = ranks.device.type
         self._parameters = [p for p in module.parameters() if p.requires_grad]
 
@@ -132,9 +147,34 @@ class WrappedModel(ABC):
     def grad_norm(self) -> torch.Tensor:
         """2-norm of all gradients over all ranks, including any loss scale: a scalar tensor, equal
         on every rank. Does not synchronize with the device."""
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
-        return joint_norm(local)
+        left = {p: local_gradient(p) for p in self._parameters if p.grad is not None}
+        if not self.norm_groups:
+            return joint_norm([*left.values()])
+        total: torch.Tensor | None = None
+        for level in self.norm_groups:
+            total = _plus_squares(total, [left.pop(p) for p in [*left] if p not in level.same])
+            if total is None and level.lacking:  # all ranks of the group add up
+                total = torch.zeros((), device=next(self.module.parameters()).device)
+            if total is not None:
+                with self.waiting():
+                    dist.all_reduce(total, group=level.group)
+        total = _plus_squares(total, [*left.values()])
+        return joint_norm([]) if total is None else total.sqrt()
+
+
+def local_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    """This rank's part of a parameter's gradient, which must exist."""
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _plus_squares(total: torch.Tensor | None, tensors: list[torch.Tensor]) -> torch.Tensor | None:
+    """The sum of squares with those of further tensors; None: there are none yet."""
+    if not tensors:
+        return total
+    squared = joint_norm(tensors).square()
+    return squared if total is None else total + squared
 
 
 def joint_norm(tensors: list[torch.Tensor]) -> torch.Tensor:

@@ -26,11 +26,12 @@ from launcher.libraries.private import (
 from launcher.recipe.schema import CpuOffload
 from launcher.strategies.base import (
     InitFn,
+    NormGroup,
     Root,
     WrappedModel,
     cast_inputs,
     dtype_name,
-    joint_norm,
+    local_gradient,
     offloads_parameters,
     units_without,
 )
@@ -101,7 +102,8 @@ class Fsdp(WrappedModel):
         self,
         model: nn.Module,
         blocks: Sequence[nn.Module],
-        outer_units: Sequence[nn.Module],
+        embedding: Sequence[nn.Module] = (),
+        last: Sequence[nn.Module] = (),
         experts: Sequence[nn.Module] = (),
         partly_summed: Sequence[tuple[nn.Module, str]] = (),
         unused: Sequence[nn.Module] = (),
@@ -111,10 +113,11 @@ class Fsdp(WrappedModel):
         ranks: RankLayout,
         init_fn: InitFn,
     ) -> None:
-        """`experts` are the modules that expert parallelism has divided. `partly_summed` are the
-        parameters, as modules and names, that every tensor parallel rank has whole. Each of these
-        ranks computes a part of their gradients. The parameters `in_float32` are gathered so: the
-        unit that they belong to has a second group for them."""
+        """`embedding` and `last` are units before and after the blocks. `experts` are the modules that
+        expert parallelism has divided. `partly_summed` are the parameters, as modules and names, that
+        every tensor parallel rank has whole. Each of these ranks computes a part of their gradients.
+        The parameters `in_float32` are gathered so: the unit that they belong to has a second group
+        for them."""
         self._policy, self._ranks = policy, ranks
         policies: dict[str, Any] = {
             "mesh": ranks.shard_mesh,
@@ -129,8 +132,7 @@ class Fsdp(WrappedModel):
         separate = {p for module in (*experts, *unused) for p in module.parameters()}
         exact = set(in_float32) - separate
         # Units with such weights are parts of the root, and modules of a second group
-        embedding = units_without(outer_units[:1], exact)
-        last = units_without(outer_units[1:], exact)
+        embedding, last = units_without(embedding, exact), units_without(last, exact)
         holders = _holders(model, {*blocks, *embedding, *last}, exact)
         exact &= {p for modules in holders.values() for m in modules for p in m.parameters()}
         for module in experts:
@@ -180,6 +182,13 @@ class Fsdp(WrappedModel):
         root.to_empty(device=place, recurse=False)
         super().__init__(root, module=model, ranks=ranks)
         self._partly_summed = {module._parameters[name] for module, name in partly_summed}
+        self._whole: list[nn.Parameter] = []
+        """Parameters that every rank of a tensor parallel group holds whole."""
+        if ranks.tensor_parallel_size > 1:
+            self._whole = [p for p in self._parameters if "tensor" not in mesh_of(p)]
+            tensor = ranks.tensor_parallel_mesh.get_group("tensor")
+            self.norm_groups = [NormGroup(tensor, frozenset(self._whole))]
+        self.norm_groups.append(NormGroup(ranks.shard_mesh.get_group("shard")))
         assert isinstance(root, FSDPModule)
         self._root: FSDPModule = root
         if ranks.size > 1:
@@ -201,7 +210,11 @@ class Fsdp(WrappedModel):
         return timed
 
     def description(self) -> str:
-        ranks, master, policy = self._ranks, self._parameters[0], self._policy
+        ranks, policy = self._ranks, self._policy
+        masters = "nothing is trained here"  # in a stage of a pipeline
+        if self._parameters:
+            master = self._parameters[0]
+            masters = f"{dtype_name(master.dtype)} masters on {master.device}"
         mesh = ranks.shard_mesh
         sizes = [f"{mesh.size(i)} {name}" for i, name in enumerate(mesh.mesh_dim_names or ())]
         divided = ""
@@ -221,7 +234,7 @@ class Fsdp(WrappedModel):
         exact = f" ({self._in_float32} weights in float32)" if self._in_float32 else ""
         return (
             f"fsdp: {counted} a mesh of {' x '.join(sizes)}{divided}, "
-            f"{dtype_name(master.dtype)} masters on {master.device}{offloaded}, gathered in "
+            f"{masters}{offloaded}, gathered in "
             f"{dtype_name(policy.param_dtype)}{exact}, gradients reduced in "
             f"{dtype_name(policy.reduce_dtype)} after {when}"
         )
@@ -251,28 +264,16 @@ class Fsdp(WrappedModel):
                 module.reshard()
 
     @torch.no_grad()
-    def grad_norm(self) -> torch.Tensor:
-        if self._ranks.tensor_parallel_size == 1:
-            squared = super().grad_norm().square()
-        else:
-            squared = self._joint_squared_norm()
-        with self.waiting():
-            dist.all_reduce(squared, group=self._ranks.shard_mesh.get_group("shard"))
-        return squared.sqrt()
-
-    @torch.no_grad()
     def finish_gradients(self) -> None:
         """With tensor parallelism, the ranks of a group sum the gradients of which each rank computes
         a part, and average the gradients of replicated parameters: with different rounding errors,
         the copies of a parameter would drift apart."""
-        if self._ranks.tensor_parallel_size == 1:
-            return
-        group = self._ranks.tensor_parallel_mesh.get_group("tensor")
-        whole = dict(self._replicated_gradients())
+        whole = [p for p in self._whole if p.grad is not None]
         if not whole:
             return
+        group = self._ranks.tensor_parallel_mesh.get_group("tensor")
         divisors = [1.0 if p in self._partly_summed else float(group.size()) for p in whole]
-        gradients = list(whole.values())
+        gradients = [local_gradient(parameter) for parameter in whole]
         with self.waiting():
             foreach_div_(gradients, divisors)
             flat = torch.cat([gradient.flatten() for gradient in gradients])
@@ -280,32 +281,6 @@ class Fsdp(WrappedModel):
             parts = torch.split(flat, [gradient.numel() for gradient in gradients])
             same = [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
             foreach_copy_(gradients, same)
-
-    def _replicated_gradients(self) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Parameters that every rank of a tensor parallel group holds whole, with this rank's rows of
-        their gradients."""
-        for parameter in self._parameters:
-            gradient = parameter.grad
-            if isinstance(gradient, DTensor):
-                if "tensor" not in (gradient.device_mesh.mesh_dim_names or ()):
-                    yield parameter, gradient.to_local()
-
-    def _joint_squared_norm(self) -> torch.Tensor:
-        """The squared norm of the gradients of this tensor parallel group. A parameter that is
-        replicated over the group counts once."""
-        group = self._ranks.tensor_parallel_mesh.get_group("tensor")
-        whole = dict(self._replicated_gradients())
-        divided = [
-            parameter.grad.to_local()
-            for parameter in self._parameters
-            if isinstance(parameter.grad, DTensor) and parameter not in whole
-        ]
-        squared = _squared_norm(divided)
-        if squared is not None:
-            with self.waiting():
-                dist.all_reduce(squared, group=group)
-        once = _squared_norm(list(whole.values()))
-        return torch.stack([each for each in (squared, once) if each is not None]).sum()
 
 
 def _holders(
@@ -338,6 +313,6 @@ def _holders(
     return found
 
 
-def _squared_norm(tensors: list[torch.Tensor]) -> torch.Tensor | None:
-    """The squared norm of all tensors together; None if there are none."""
-    return joint_norm(tensors).square() if tensors else None
+def mesh_of(parameter: nn.Parameter) -> tuple[str, ...]:
+    """The names of the dimensions over which a parameter is divided or copied."""
+    return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()

@@ -38,8 +38,10 @@ class Parts:
 
     blocks: dict[str, nn.Module]
     """The blocks by name (from `find_blocks`), not yet wrapped."""
-    outer_units: tuple[nn.Module, ...] = ()
-    """The input embedding, and what runs after the blocks, if they are units of FSDP."""
+    embedding: tuple[nn.Module, ...] = ()
+    """The input embedding, if it is a unit of FSDP."""
+    last: tuple[nn.Module, ...] = ()
+    """What runs after the blocks, if it is a unit of FSDP."""
     unused: tuple[nn.Module, ...] = ()
     """Modules that are never called. As units of FSDP, they stay sharded."""
     kept: dict[str, Kept] | None = None
@@ -103,7 +105,7 @@ def wrap(
             [
                 *blocks.values(),
                 *tower.values(),
-                *units_without(parts.outer_units, parts.in_float32),
+                *units_without((*parts.embedding, *parts.last), parts.in_float32),
             ],
             parts.unused,
             parts.in_float32,
@@ -135,7 +137,8 @@ def wrap(
     sharded = Fsdp(
         model,
         [*tower.values(), *blocks.values()],
-        parts.outer_units,
+        parts.embedding,
+        parts.last,
         parts.experts,
         parts.partly_summed,
         parts.unused,

@@ -114,7 +114,7 @@ class Evaluator:
                     stop_requests.read()
                 scored: Scored | None = {}
                 if counts is not None:
-                    if ranks.tensor_parallel_rank:
+                    if not ranks.counts:
                         counts.zero_()
                     dist.all_reduce(counts, group=ranks.group)
                     scores, number = dataset_objective(dataset).scores(counts)
@@ -125,7 +125,7 @@ class Evaluator:
                 if scored is None:
                     return {}
                 answers.append(scored)
-        if ranks.tensor_parallel_rank:
+        if not ranks.counts:
             totals.zero_()
         dist.all_reduce(totals, group=ranks.group)
         sets = list(zip(self._loaders, totals.tolist(), answers, strict=True))

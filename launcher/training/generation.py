@@ -107,8 +107,8 @@ class Generator:
         width = max((len(prompt.ids) for prompt in prompts), default=0) + most
         # Tokens plus 1; 0: no token, so that a sum over the ranks gathers the rows
         answers = torch.zeros(len(prompts) + rows, most, dtype=torch.int64, device=ranks.device)
-        # Context parallel ranks have rows of their own here, tensor parallel ranks the same ones
-        number, parts = ranks.tensor_parallel_group_index, ranks.tensor_parallel_groups
+        # Context parallel ranks have rows of their own here
+        number, parts = ranks.computing_group, ranks.computing_groups
         for first in range(0, len(prompts), rows * parts):  # micro-batches, in turn
             mine = first + rows * number
             chunk = prompts[mine : mine + rows]
@@ -116,7 +116,7 @@ class Generator:
                 tokens = self._complete(wrapped, dataset, chunk, ranks, proceed, width=width)
             if tokens is None:
                 return None
-            if ranks.tensor_parallel_rank == 0:
+            if ranks.counts:
                 answers[mine : mine + len(chunk)] = tokens[: len(chunk)] + 1
         dist.all_reduce(answers, group=ranks.group)
         samples = [

@@ -94,7 +94,7 @@ def train_steps(
     loss: Loss,
     update: Update,
     averaged_over: int,
-    ranks_per_group: int = 1,
+    counts: bool = True,
     heartbeat: Callable[[str], None] = lambda phase: None,
     stop_reached: Callable[[], bool] = lambda: False,
 ) -> Iterator[Step]:
@@ -105,9 +105,9 @@ def train_steps(
 
     The loss of a global batch is the sum of the losses of its tokens, divided by the sum of the
     weights of its tokens with a target, or without weights by their number. Both sums are over all
-    micro-batches and ranks. The strategy averages gradients over `averaged_over` groups of
-    `ranks_per_group` ranks that compute the same tokens, so the loss is multiplied by the number of
-    groups before the backward pass.
+    micro-batches and ranks that count: of the ranks that compute the same tokens, one `counts`. The
+    strategy averages gradients over `averaged_over` groups of such ranks, so the loss is multiplied by
+    the number of groups before the backward pass.
     """
     wrapped.root.train()
     heartbeat("data")
@@ -125,10 +125,7 @@ def train_steps(
             return
         heartbeat("optimizer")
         norm, skipped, rate = update.apply(wrapped, batch.step, weight)
-        mean, metrics = (
-            total / (weight if ranks_per_group == 1 else ranks_per_group * weight),
-            None,
-        )
+        mean, metrics = total / weight if counts else torch.zeros_like(total), None
         if mean.ndim:
             mean, metrics = mean[0], mean[1:]
         step = Step(batch.step, mean, norm, skipped, rate, batch, metrics)

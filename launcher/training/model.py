@@ -28,18 +28,21 @@ from launcher.models.changes import (
     build_with_tokens,
     change_forward,
     change_weights,
+    divide_blocks,
     divide_layers,
     divide_rows,
 )
 from launcher.models.context_parallel import check_context_parallel
 from launcher.models.description import (
     ModelDescription,
+    OuterUnits,
     describe,
     outer_units,
     parts_without_text,
 )
 from launcher.models.micro_batch import WHOLE_ROW, RowPart
 from launcher.models.names import clean_name
+from launcher.models.pipeline import Links, chain_of
 from launcher.models.precision import computes_in_float32, kept_in_float32, mixes_dtypes
 from launcher.models.record import record_of
 from launcher.models.tower_inputs import is_of_tower
@@ -53,6 +56,7 @@ from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
+from launcher.strategies.pipeline import STAGES_OF_RANK, Pipelined
 from launcher.strategies.wrap import REAL, Parts, Wrappers, wrap
 
 logger = logging.getLogger(__name__)
@@ -88,8 +92,8 @@ class PreparedModel:
     """Whether several documents share a row."""
     missing_for_varlen: str | None
     """See the function of this name. None if no row is packed."""
-    outer_units: tuple[nn.Module, ...]
-    """Embedding, norm and head that FSDP shards as units; empty: as parts of the root."""
+    outer_units: OuterUnits
+    """Embedding, norm and head that FSDP shards as units; others are parts of the root."""
     unused: tuple[nn.Module, ...]
     """Modules that are never called."""
     tower: dict[str, nn.Module]
@@ -117,7 +121,11 @@ class PreparedModel:
         checkpointing cannot be met, or if the model has no context, expert or tensor parallelism of
         the layout's sizes."""
         checkpointing, kept = recipe.activation_checkpointing, None
+        whole, ranks = ranks, ranks.stage
         one_rank = recipe.uses_one_rank(ranks.size)
+        chain = None
+        if whole is not ranks:
+            chain = chain_of(self.model, self.description.blocks)
         if (head := record_of(self.model).head) is not None:
             head.keep_logits = recipe.model.keeps_logits
         if ranks.context_parallel_size > 1:
@@ -151,16 +159,29 @@ class PreparedModel:
                 ranks.tensor_parallel_mesh["tensor"] if ranks.tensor_parallel_size > 1 else None
             ),
         )
-        documents = record_of(self.model).documents
-        return wrap(
+        staged = None
+        if chain is not None:
+            chunks = STAGES_OF_RANK[recipe.strategy.pipeline_schedule]
+            stages = whole.pipeline_parallel_size
+            staged = divide_blocks(
+                self.model,
+                self.description.blocks,
+                chain,
+                links=Links(whole.pipeline_groups(Links.count(stages, chunks=chunks))),
+                stages_of_rank=chunks,
+                dtype=self.compute_dtype,
+                device=ranks.device,
+            )
+        documents, modules = record_of(self.model).documents, {*self.model.modules()}
+        wrapped = wrap(
             self.model,
             Parts(
                 self.description.blocks,
-                self.outer_units,
-                self.unused,
+                *self.outer_units.within(self.model),
+                tuple(each for each in self.unused if each in modules),
                 kept,
-                experts,
-                partly_summed,
+                [each for each in experts if each in modules],
+                [each for each in partly_summed if each[0] in modules],
                 in_float32=computes_in_float32(self.model, self.compute_dtype),
                 mixes_dtypes=mixes_dtypes(self.model, self.compute_dtype),
                 tower=self.tower,
@@ -174,6 +195,9 @@ class PreparedModel:
             init_fn=init_fn or self.weights.init_fn,
             wrappers=wrappers,
         )
+        if staged is None:
+            return wrapped
+        return Pipelined(wrapped, staged, schedule=recipe.strategy.pipeline_schedule, ranks=whole)
 
     def make_optimizer(
         self,
@@ -336,7 +360,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         compute_dtype=dtype,
         packed=packed,
         missing_for_varlen=missing_for_varlen(model, device, dtype) if packed else None,
-        outer_units=() if transform is None else outer_units(model, blocks),
+        outer_units=OuterUnits() if transform is None else outer_units(model, blocks),
         unused=unused_modules(model),
         tower=tower_blocks(model),
         attachments=attachments,

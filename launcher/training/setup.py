@@ -34,7 +34,7 @@ from launcher.models.description import describe, embeddings, padding_id
 from launcher.models.flops import TokenFlops, recomputed_flops, token_flops
 from launcher.models.head import chunk_width, computes_loss
 from launcher.models.hugging_face_files import export_hugging_face
-from launcher.models.record import record_of
+from launcher.models.record import record_of, whole_model
 from launcher.objectives.base import BeforeTraining, dataset_objective
 from launcher.objectives.kept_files import ReferenceFile, TeacherFile
 from launcher.optimizers.average import averages_in_place
@@ -125,8 +125,8 @@ class Training:
                 average_decay=optimizer.ema,
                 wait_for_copies=hooks.wait_for_copies,
             ),
-            averaged_over=self.ranks.tensor_parallel_groups,
-            ranks_per_group=self.ranks.tensor_parallel_size,
+            averaged_over=self.ranks.computing_groups,
+            counts=self.ranks.counts,
             heartbeat=hooks.heartbeat,
             stop_reached=hooks.stop_reached,
         )
@@ -201,7 +201,7 @@ def assemble(
     wrapped = prepared.wrap(recipe, ranks)
     prepared.check_logits(wrapped, ranks)
     data = objective.with_initial_weights(data, wrapped, about)
-    _seed_generators(recipe.run.seed + ranks.tensor_parallel_group_index)
+    _seed_generators(recipe.run.seed + ranks.random_stream)
     prompts, tokenizer = None, tokenizer_name(recipe.data, recipe.model)
     generates = recipe.checkpoint.export or recipe.evaluation.generate is not None
     if ranks.rank == 0 or generates:  # rank 0 records them in checkpoints
@@ -256,6 +256,7 @@ def _make_export(
         export_hugging_face,
         wrapped.module,
         rank=ranks.rank,
+        sends=ranks.stage.rank == 0,
         device=ranks.device,
         dtype=prepared.export_dtype,
         merged=recipe.checkpoint.export_merged,
@@ -273,13 +274,16 @@ def _count_flops(
 ) -> Flops:
     """Counts the operations of a token. Recomputed are the checkpointed blocks and, with a chunked
     loss, the logits that are not kept."""
-    model, recomputed = prepared.model, TokenFlops()
+    model, recomputed = whole_model(prepared.model), TokenFlops()
     checkpointing, tokens = recipe.activation_checkpointing, recipe.data.row_length
     blocks = [module for module in wrapped.module.modules() if is_checkpointed(module)]
     if checkpointing is None or checkpointing.mode == "full":
-        recomputed = recomputed_flops(model, blocks)
+        recomputed = recomputed_flops(prepared.model, blocks)
     elif checkpointing.budget is None:  # half of the matrix products, and no attention
-        recomputed = TokenFlops(recomputed_flops(model, blocks).products / 2)
+        recomputed = TokenFlops(recomputed_flops(prepared.model, blocks).products / 2)
+    # A stage of a pipeline has some of the blocks
+    own = len(prepared.description.blocks)
+    recomputed = recomputed.times(prepared.description.depth / own if own else 1.0)
     part = rows_of(recipe.batch, row_length=tokens) * tokens
     part //= ranks.context_parallel_size
     vocabulary = prepared.description.vocabulary or 0

@@ -207,7 +207,7 @@ class Worker:
         init_fn = partial(pretrained_weights, checkpoint=checkpoint, seed=5)
         return wrap(
             model,
-            Parts(blocks, outer_units(model, blocks), unused),
+            Parts(blocks, *outer_units(model, blocks), unused),
             strategy=strategy,
             checkpointing=checkpointing,
             ranks=self.ranks,
@@ -320,7 +320,7 @@ class Worker:
             init_fn = partial(random_weights, seed=5)
             wrapped = wrap(
                 model,
-                Parts(blocks, outer_units(model, blocks)),
+                Parts(blocks, *outer_units(model, blocks)),
                 strategy=strategy,
                 checkpointing=FULL,
                 ranks=self.ranks,

@@ -21,6 +21,7 @@ from torch.nn.functional import cross_entropy
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from launcher.data.loader import StepStatistics
+from launcher.distributed.process_group import gather
 from launcher.distributed.rank_layout import RankLayout
 from launcher.models import head as head_module
 from launcher.models.initialization import random_weights
@@ -158,10 +159,17 @@ def unsharded(tensor):
 
 
 def weights(training):
-    return {
-        clean_name(name): unsharded(parameter).clone()
-        for name, parameter in training.wrapped.module.named_parameters()
-    }
+    parameters = training.wrapped.module.named_parameters()
+    return whole({clean_name(name): parameter for name, parameter in parameters}, training.ranks)
+
+
+def whole(tensors, ranks):
+    """The whole tensors of all stages of a pipeline, or of all ranks."""
+    found = {name: unsharded(tensor).clone() for name, tensor in tensors.items()}
+    if ranks.pipeline_parallel_size > 1:
+        for other in gather(found, ranks.group):
+            found = other | found
+    return found
 
 
 class Worker:

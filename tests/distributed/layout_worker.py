@@ -17,6 +17,7 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from launcher.checkpoint.layout import holders
 from launcher.checkpoint.reader import load, open_tensors
 from launcher.checkpoint.state import model_and_optimizer, rank_state
 from launcher.checkpoint.writer import Checkpointer
@@ -29,7 +30,7 @@ from launcher.models.shards import local_part
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
 from launcher.training.setup import assemble
-from tests.distributed.equivalence_worker import Worker, unsharded, weights
+from tests.distributed.equivalence_worker import Worker, weights, whole
 from tests.distributed.launching import end_worker
 from tests.distributed.layouts import (
     AUXILIARY,
@@ -41,6 +42,7 @@ from tests.distributed.layouts import (
     ONE_KEY_HEAD,
     SAVED,
     STEPS,
+    TIED,
     TP,
     VARIANTS,
     WHOLE_HEADS,
@@ -146,18 +148,19 @@ def checkpoint_pairs(worker, model, variants):
         shared: list = [None, None]
         if worker.rank < ranks:
             training, group = trained[source], worker.groups[ranks]
-            tensors = model_and_optimizer(training.wrapped.module, training.optimizer)
+            tensors, held = held_by(training)
             writer = Checkpointer(
                 worker.folder / source.replace(" ", "_"),
                 schema.Checkpoint(asynchronous=False),
                 group=group,
                 device=torch.device("cpu"),
+                held=held,
             )
             local = rank_state(training.wrapped.module, torch.device("cpu"))
             writer.save(1, tensors, state={"step": 1}, local=local)
             (done,) = writer.finish()
             assert done.error is None, done.error
-            shared = [whole(tensors), str(done.path)]
+            shared = [whole(tensors, training.ranks), str(done.path)]
         dist.broadcast_object_list(shared, src=0)
         expected, path = shared
         stored = open_tensors(Path(path))  # as exports read it
@@ -166,19 +169,24 @@ def checkpoint_pairs(worker, model, variants):
         for target, (ranks, _) in layouts.items():
             if target != source and worker.rank < ranks:
                 training, group = trained[target], worker.groups[ranks]
-                tensors = model_and_optimizer(training.wrapped.module, training.optimizer)
+                tensors, held = held_by(training)
                 with torch.no_grad():
                     for tensor in tensors.values():
                         local_part(tensor).fill_(7.0)
-                load(Path(path), tensors, group=group)
-                loaded = whole(tensors)
+                load(Path(path), tensors, group=group, every=held.every)
+                loaded = whole(tensors, training.ranks)
                 equal = all(torch.equal(loaded[name], expected[name]) for name in expected)
                 worker.results[f"{source} -> {target}"] = equal
         dist.barrier()
 
 
-def whole(tensors):
-    return {name: unsharded(tensor).clone() for name, tensor in tensors.items()}
+def held_by(training):
+    """The tensors of this rank, and which ranks hold which."""
+    tensors = model_and_optimizer(training.wrapped.module, training.optimizer)
+    ranks = training.ranks
+    first = ranks.rank - ranks.stage.rank
+    stage = range(first, first + ranks.stage.size)
+    return tensors, holders(tensors, stage=stage, group=ranks.group)
 
 
 def save_pretrained(worker, config):
@@ -284,6 +292,9 @@ def adapters(worker):
 
 
 PARTS = {
+    "checkpoints of stages": lambda worker: checkpoint_pairs(
+        worker, TIED, ("pipeline 2", "pipeline 4", "pipeline 2, tensor 2", "interleaved 2")
+    ),
     "checkpoints of layers": lambda worker: checkpoint_pairs(
         worker,
         ONE_KEY_HEAD,

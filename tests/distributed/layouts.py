@@ -3,12 +3,11 @@
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 
 from launcher.models import experts
 from launcher.models.record import record_of
 from launcher.objectives.next_token import NextToken
-from launcher.strategies.base import WrappedModel
+from launcher.strategies.base import NormGroup
 from tests.distributed.equivalence_worker import EXPERTS, GPT2, LLAMA, OFFLOAD, ZERO
 
 ONE_KEY_HEAD = "qwen3, one key head, tied"
@@ -35,7 +34,12 @@ _GPT_OSS = (
 _MIXTRAL = EXPERTS.replace("logits: true", "logits: false")
 AUXILIARY = "mixtral, auxiliary loss"
 """Its loss depends on which rows a rank has, so that it is compared with four ranks without a division."""
+TIED, DEEP = "llama, 4 blocks, tied", "llama, 4 blocks"
+_DEEP = LLAMA.replace("layers: 2", "layers: 4")
 MODELS = {
+    DEEP: _DEEP,
+    TIED: _DEEP.replace("embeddings: false", "embeddings: true"),
+    "llama, 4 blocks, bytes": _DEEP.replace("size: 64", "size: 260"),
     "llama": LLAMA,
     "llama, 67 tokens": LLAMA.replace("size: 64", "size: 67"),
     "llama, bytes": LLAMA.replace("size: 64", "size: 260"),
@@ -59,7 +63,10 @@ MODELS = {
     "mixtral, 6 experts": _MIXTRAL.replace("experts: 4", "experts: 6"),
     "deepseek_v3": _DEEPSEEK,
     "gpt_oss": _GPT_OSS,
+    "mamba2": "{model_type: mamba2, vocab_size: 64, hidden_size: 32, num_hidden_layers: 4, state_size: 8, num_heads: 4, \
+head_dim: 16, n_groups: 1, expand: 2, chunk_size: 8, tie_word_embeddings: true}",
 }
+PP = "strategy.pipeline_parallel_size="
 CP = "strategy.context_parallel_size="
 TP = "strategy.tensor_parallel_size="
 EP = "strategy.expert_parallel_size="
@@ -69,11 +76,14 @@ _FULL = "activation_checkpointing={mode: full}"
 _COPIES = "strategy.replicate=2"
 _HELD_BACK = "strategy.sync_every_micro_batch=false"
 _KEPT = "strategy.reshard_after_backward=false"
+_INTERLEAVED = [PP + "2", "strategy.pipeline_schedule=interleaved_1f1b"]
 _STATE = "strategy.cpu_offload={what: optimizer}"
 _PINNED = OFFLOAD[0]
 SGD = ["optimizer.name=sgd", "optimizer.learning_rate=0.03"]
 _LAYERS = "target_modules: [q_proj, k_proj, o_proj, up_proj, down_proj]"
 LORA = f"lora={{rank: 4, {_LAYERS}}}"
+ONE_BLOCK = "lora={rank: 4, target_modules: [model.layers.2.self_attn.q_proj]}"
+"""Three of four stages train nothing."""
 SAVED = f"lora={{rank: 4, {_LAYERS}, modules_to_save: [embed_tokens, lm_head, norm]}}"
 DORA = f"lora={{rank: 4, {_LAYERS}, dora: true, modules_to_save: [lm_head]}}"
 WEIGHTED = "data.weights_column=worth"
@@ -92,6 +102,34 @@ CLASSES = [
     *("model.task=sequence_classification", "model.num_labels=2"),
 ]
 VARIANTS = {
+    "pipeline 2": [PP + "2"],
+    "pipeline 4": [PP + "4"],
+    "pipeline 2, not packed": [PP + "2", UNPACKED],
+    "pipeline 2, weighted": [PP + "2", WEIGHTED],
+    "pipeline 2, 2 copies": [PP + "2", _COPIES],
+    "pipeline 2, tensor 2": [PP + "2", TP + "2"],
+    "pipeline 2, context 2": [PP + "2", CP + "2"],
+    "pipeline 2, experts 2": [PP + "2", EP + "2"],
+    "pipeline 2, checkpointing": [PP + "2", _FULL],
+    "pipeline 4, selective": [PP + "4", SELECTIVE],
+    "pipeline 2, held back": [PP + "2", _HELD_BACK],
+    "pipeline 2, kept": [PP + "2", _KEPT],
+    "pipeline 2, offload": [PP + "2", *OFFLOAD],
+    "pipeline 2, state offloaded": [PP + "2", _STATE],
+    "pipeline 4, kept logits": [PP + "4", "model.keep_logits=true"],
+    "pipeline 2, lora": [PP + "2", LORA],
+    "pipeline 4, adapters in one block": [PP + "4", ONE_BLOCK],
+    "pipeline 4, saved modules": [PP + "4", SAVED],
+    "pipeline 2, dora": [PP + "2", DORA],
+    "pipeline 2, dpo": [PP + "2", *PAIRS],
+    "pipeline 4, orpo": [PP + "4", *PAIRS, "preference.loss=orpo"],
+    "pipeline 2, muon": [PP + "2", "optimizer.name=muon", "optimizer.momentum=0.95"],
+    "pipeline 2, int8": [PP + "2", "optimizer.state_dtype=int8"],
+    "pipeline 4, sgd": [PP + "4", *SGD],
+    "interleaved 2": _INTERLEAVED,
+    "interleaved 2, tensor 2": [*_INTERLEAVED, TP + "2"],
+    "interleaved 2, checkpointing": [*_INTERLEAVED, _FULL],
+    "interleaved 2, held back": [*_INTERLEAVED, _HELD_BACK],
     "context 2": [CP + "2", WEIGHTED],
     "context 2, not packed": [CP + "2", UNPACKED],
     "context 2, ddp": [CP + "2", WEIGHTED, "strategy.kind=ddp"],
@@ -162,6 +200,12 @@ _ON_BYTES = [
     "tensor 2, dpo, whole logits",
     "tensor 2, classes",
 ]
+_ON_BYTES_TOO = ["pipeline 2, dpo", "pipeline 4, orpo"]
+_PIPELINE = [
+    (DEEP, v)
+    for v in (*_variants("pipeline"), *_variants("interleaved"))
+    if v not in (*_ON_BYTES_TOO, "pipeline 2, experts 2")
+]
 _TENSOR = [(ONE_KEY_HEAD, v) for v in _variants("tensor") if v not in _ON_BYTES]
 _CONTEXT = [("llama", v) for v in _variants("context")]
 _EXPERTS = [("qwen3_moe", v) for v in _variants("experts") if v != "experts 2, not packed"]
@@ -175,6 +219,23 @@ LAUNCHES = {
         ("llama", "context 2"),
         ("qwen3_moe", "experts 2"),
         ("deepseek_v3", "experts 4"),
+        (TIED, "pipeline 2, tensor 2"),
+        (DEEP, "interleaved 2"),
+    ],
+    "pipeline, 1": _PIPELINE[:8],
+    "pipeline, 2": _PIPELINE[8:16],
+    "pipeline, 3": _PIPELINE[16:],
+    "pipeline, 4": [
+        *((TIED, v) for v in ("pipeline 4", "pipeline 2, tensor 2", "interleaved 2")),
+        *(("llama, 4 blocks, bytes", v) for v in _ON_BYTES_TOO),
+        ("qwen3_moe", "pipeline 2, experts 2"),
+        (ONE_KEY_HEAD, "pipeline 2"),
+        ("gpt2", "pipeline 2, not packed"),
+        ("gemma3", "pipeline 2"),
+        ("mistral, windows", "pipeline 2"),
+        ("gpt_oss", "pipeline 2, not packed"),
+        ("deepseek_v3", "pipeline 2"),
+        ("mamba2", "pipeline 2, not packed"),
     ],
     "context, 1": _CONTEXT[:6],
     "context, 2": [
@@ -221,14 +282,8 @@ def parts_not_summed(training):
 
 def counted_twice(training):
     """What tensor parallel ranks have in common counts for each of them."""
-    wrapped, ranks = training.wrapped, training.ranks
-
-    def squared_norm():
-        squared = WrappedModel.grad_norm(wrapped).square()
-        dist.all_reduce(squared, group=ranks.tensor_parallel_mesh.get_group("tensor"))
-        return squared
-
-    wrapped._joint_squared_norm = squared_norm
+    levels = training.wrapped.norm_groups
+    training.wrapped.norm_groups = [NormGroup(level.group) for level in levels]
 
 
 def wrong_bounds(training):

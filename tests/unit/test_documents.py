@@ -164,6 +164,7 @@ CONFIGS = {
     "gpt_oss_20b_lora": known_models()["openai/gpt-oss-20b"]["config"],
     "qwen3_5_9b": known_models()["Qwen/Qwen3.5-9B"]["config"],
     "qwen3_vl_8b": known_models()["Qwen/Qwen3-VL-8B-Instruct"]["config"],
+    "llama_3_1_405b_pipeline": known_models()["meta-llama/Llama-3.1-405B"]["config"],
     "gemma3_12b": known_models()["google/gemma-3-12b-it"]["config"],
 }
 CONFIGS |= dict.fromkeys(("llama_3_1_70b_tensor", "qlora_llama_3_1_70b"), CONFIGS["llama_3_1_70b"])
@@ -185,7 +186,7 @@ def test_memory_in_recipe_headers_matches_the_plan(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     words = shlex.split(re.search(r"`launcher plan (recipe=[^`]*)`", header)[1])
     options = dict(word.split("=") for word in words)
-    nodes, per_node = int(options.get("nodes", 1)), int(options["gpus_per_node"])
+    nodes, per_node = int(options.get("nodes", 1)), int(options["gpus"])
     ranks = {"nodes": nodes, "gpus_per_node": per_node}
     machine = known_machine(options["gpu"], **ranks, memory=None, host_memory=None, overrides=None)
     arguments = [words[0], f"model.path={tmp_path}"]
@@ -197,6 +198,9 @@ def test_memory_in_recipe_headers_matches_the_plan(name, tmp_path):
     assert float(stated[1]) == pytest.approx(plan.needed / 2**30, rel=0.02)
     traced = plan.step.peak.components.total
     allowed = 0.12 if name == "gpt_oss_20b_lora" else 0.1
+    if plan.arithmetic is None:  # stages of a pipeline are not traced
+        assert recipe.strategy.pipeline_parallel_size > 1
+        return
     assert plan.arithmetic.peak.components.total == pytest.approx(traced, rel=allowed)
 
 
@@ -436,7 +440,7 @@ def test_the_reading_path_names_files_and_definitions_that_exist():
         len((REPOSITORY / "launcher" / file).read_text().splitlines())
         for file in re.findall(r"^\| " + NAMED, read, re.MULTILINE)
     )
-    assert lines == pytest.approx(6000, rel=0.05)
+    assert lines == pytest.approx(6400, rel=0.05)
     for file, what in {
         "planner/work.py": "adafactor",
         "planner/speed.py": "adafactor",

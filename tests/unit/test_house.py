@@ -246,8 +246,7 @@ def test_other_modules_take_sections_or_plain_values():
 TENSOR_PARALLEL_SIZE = {
     "recipe/schema.py": "the key",
     "recipe/other_names.py": "its names in other programs",
-    "convert/parts.py": "its names in other programs' configs",
-    "convert/torchtune.py": "torchtune's name for it",
+    "convert/transformations.py": "not with images, and it divides the ranks of a batch",
     "convert/convert.py": "a config that compiles, too, loses that",
     "distributed/rank_layout.py": "the layout",
     "recipe/rules.py": "what the key needs of other keys",
@@ -256,8 +255,6 @@ TENSOR_PARALLEL_SIZE = {
     "models/changes.py": "passes it to context parallelism",
     "training/model.py": "applies it",
     "strategies/fsdp.py": "its gradient norm",
-    "training/setup.py": "the loop is told how many ranks compute the same tokens",
-    "run/checkpoint_manager.py": "compares with the recipe that a checkpoint was written with",
     "planner/plan.py": "a note about networks between nodes",
     "planner/profile.py": "the part of a rank",
     "planner/search.py": "profiles again if it differs",

@@ -159,6 +159,8 @@ AXOLOTL_KEYS = [
      {"strategy.kind": "fsdp", "strategy.cpu_offload.what": "all"}),
     ("fsdp_version: 2\nfsdp_config: {activation_checkpointing: true}",
      {"strategy.kind": "fsdp", "activation_checkpointing.mode": "full"}),
+    ("fsdp_version: 2\nfsdp_config: {reshard_after_forward: false}",
+     {"strategy.kind": "fsdp", "strategy.reshard_after_forward": False}),
     ("gradient_checkpointing: offload", {"activation_checkpointing.offload_to_cpu": True}),
     ("context_parallel_size: 2",
      {"strategy.context_parallel_size": 2, "batch.global_batch_size": 16}),
@@ -296,6 +298,16 @@ def test_llama_factory_reads_its_list_of_data_sets(tmp_path, monkeypatch):
         assert lost == {}
     with pytest.raises(RecipeError, match="no training: neither dataset nor stage"):
         converted(tmp_path, "model_name_or_path: a/b\ntemplate: qwen3\nexport_dir: out\n")
+
+
+def test_keys_of_adapters_are_not_needed_without_an_adapter(tmp_path):
+    """They made a section lora, where the other tool trains all weights."""
+    whole = LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: full\nlora_rank: 4")
+    recipe = converted(tmp_path, whole)
+    assert "lora" not in parse_yaml(recipe.text)[0]
+    assert recipe.needless["lora_rank"] == "no adapter is trained"
+    recipe = converted(tmp_path, TRL + "lora_r: 4\nlora_modules_to_save: [lm_head]\n")
+    assert "lora" not in parse_yaml(recipe.text)[0]
 
 
 @pytest.mark.parametrize(
@@ -617,7 +629,7 @@ def test_layers_rows_and_folders_of_torchtune(tmp_path):
     )
     pairs = pairs.replace("modules.loss.LinearCrossEntropyLoss", "rlhf.loss.DPOLoss")
     result = converted(tmp_path, pairs)
-    assert result.lost["dataset"].startswith("data_dir: data/rl: a folder of lvwerra/stack-")
+    assert result.lost["dataset.data_dir"].startswith("data/rl: a folder of lvwerra/stack-")
     assert "too long answers are cut" in result.differs["tokenizer.max_seq_len"]
     assert "loss" not in result.needless  # it is preference.loss
     result = converted(tmp_path, TORCHTUNE + "max_steps_per_epoch: 50\n")
@@ -706,9 +718,10 @@ def test_chatml_of_torchtune_is_kept(tmp_path):
     named = chat.replace("max_seq_len: 512", "max_seq_len: 512, prompt_template: {}")
     found, lost = values(tmp_path, named.replace("{}", "torchtune.data.ChatMLTemplate", 1))
     assert found["data.chat_template"] == "chatml"
-    assert "tokenizer" not in lost
+    assert "tokenizer.prompt_template" not in lost
     _, lost = values(tmp_path, named.replace("{}", "mine.Template", 1))
-    assert lost["tokenizer"].startswith("prompt_template: mine.Template; here the tokenizer's own")
+    what = lost["tokenizer.prompt_template"]
+    assert what.startswith("mine.Template; here the tokenizer's own")
 
 
 def test_a_recipe_that_cannot_start_ends_with_status_3(tmp_path, monkeypatch, capsys):

@@ -13,6 +13,7 @@ from launcher.distributed.spawn import TORCHRUN
 from tests import REPOSITORY
 
 
+@pytest.mark.slow
 def test_torchrun_is_ended_without_a_traceback(tmp_path):
     """`launcher selftest` ends it after Ctrl-C."""
     rank = tmp_path / "rank.py"
@@ -138,6 +139,7 @@ rank_main(run)
 """
 
 
+@pytest.mark.slow
 def test_warnings_of_ranks_are_not_on_the_console(tmp_path):
     """One of DDP about strides came between the dots of the self-test."""
     (tmp_path / "noisy.py").write_text(NOISY)

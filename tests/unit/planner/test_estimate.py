@@ -374,7 +374,9 @@ def test_prepared_models_are_copies(load):
     second = profile.prepared_model(recipe, device="cpu")
     for prepared in (first, second):
         modules = set(prepared.model.modules())
-        assert modules.issuperset([*prepared.description.blocks.values(), *prepared.outer_units])
+        assert modules.issuperset(
+            [*prepared.description.blocks.values(), *sum(prepared.outer_units, ())]
+        )
     assert not set(first.model.modules()) & set(second.model.modules())
 
 

@@ -538,12 +538,13 @@ def sizes_of(recipe):
 def test_context_or_tensor_parallelism_is_tried_if_nothing_else_fits(load, estimated_plans, folder):
     written = concrete(load(*LONG), machine())
     plain, *_ = smallest(written, machine())
-    wide, _, layers = (found[-1] for found in larger_sizes(written, machine()))
-    assert [sizes_of(wide), sizes_of(layers)] == [[8, 1, 1], [1, 1, 8]]
+    largest = {each.name: found[-1] for each, found in larger_sizes(written, machine()) if found}
+    wide, layers = largest["context"], largest["tensor"]
+    assert [sizes_of(wide), sizes_of(layers)] == [[1, 8, 1, 1], [1, 1, 1, 8]]
     least, divided = (by_estimate(recipe, machine()).needed for recipe in (plain, wide))
     assert divided < least
     roomy = search_configurations(written, machine())
-    assert all(one.speed_measured and sizes_of(one.recipe) == [1, 1, 1] for one in roomy.configurations)  # fmt: skip
+    assert all(one.speed_measured and sizes_of(one.recipe) == [1, 1, 1, 1] for one in roomy.configurations)  # fmt: skip
     result = search_configurations(written, machine(memory=(divided + least) // 2))
     found = [one for one in result.configurations if not one.speed_measured]
     assert found
@@ -560,13 +561,31 @@ def test_context_or_tensor_parallelism_is_tried_if_nothing_else_fits(load, estim
 def test_sizes_are_those_that_the_rules_allow(load):
     def found(*overrides, **settings):
         every = larger_sizes(concrete(load(*overrides), machine(**settings)), machine(**settings))
-        return [[max(sizes_of(recipe)) for recipe in recipes] for recipes in every]
+        return {each.name: [max(sizes_of(r)) for r in recipes] for each, recipes in every}
 
-    assert found() == [[2, 4, 8]] * 3
-    assert found(gpus=1, nodes=8) == [[], [], []]
-    assert found("optimizer.name=adafactor") == [[2, 4, 8], [], []]
-    assert found("optimizer.name=muon") == [[2, 4, 8], [2, 4, 8], []]
-    assert found("strategy.tensor_parallel_size=2", "batch.global_batch_size=32") == [[2, 4], [], [4, 8]]  # fmt: skip
+    none = {"pipeline": [], "context": [], "expert": [], "tensor": []}
+    sizes = [2, 4, 8]
+    assert found() == none | {"context": sizes, "expert": sizes, "tensor": sizes}
+    assert found(gpus=1, nodes=8) == none | {"pipeline": sizes}
+    assert found("optimizer.name=adafactor") == none | {"context": sizes}
+    assert found("optimizer.name=muon") == none | {"context": sizes, "expert": sizes}
+    more = found("strategy.tensor_parallel_size=2", "batch.global_batch_size=32")
+    assert more == none | {"context": [2, 4], "tensor": [4, 8]}
+
+
+@pytest.mark.slow
+def test_stages_are_tried_where_the_network_is_slow(load, estimated_plans):
+    """A stage in each node gathers weights inside of nodes only."""
+    recipe = load("batch.global_batch_size=64", "batch.micro_batch_size=1")
+
+    def fastest(bandwidth):
+        on = known_machine(
+            "h100", nodes=4, gpus_per_node=8, overrides={"inter_node_bandwidth": bandwidth}
+        )
+        return search_configurations(concrete(recipe, on), on).best.recipe.strategy
+
+    assert fastest(1e9).pipeline_parallel_size == 4
+    assert fastest(400e9).pipeline_parallel_size == 1
 
 
 @pytest.mark.slow

@@ -156,6 +156,15 @@ IN_ARGUMENTS = r"""
 1 | batch.global_batch_size=4 | /not-a-multiple
 8 | batch.micro_batch_size=auto & batch.global_batch_size=60 | /not-a-multiple
 4 | strategy.replicate=3 | /does-not-divide-ranks
+4 | strategy.pipeline_parallel_size=0 | /range
+4 | strategy.pipeline_parallel_size=3 | /does-not-divide-ranks
+4 | strategy.pipeline_parallel_size=2 & strategy.kind=ddp | strategy.pipeline_parallel_size/needs-strategy.kind
+4 | strategy.pipeline_parallel_size=2 & strategy.replicate=4 | strategy.replicate/does-not-divide-ranks
+4 | strategy.pipeline_parallel_size=2 & batch.global_batch_size=60 | /not-a-multiple
+2 | strategy.pipeline_parallel_size=2 & model.chunked_loss=false | strategy.pipeline_parallel_size/needs-model.chunked_loss
+2 | strategy.pipeline_parallel_size=2 & model.builder=a.b:c & model.config=null | strategy.pipeline_parallel_size/not-with-model.builder
+2 | strategy.pipeline_schedule=interleaved_1f1b | /needs-strategy.pipeline_parallel_size
+2 | strategy.pipeline_parallel_size=2 & strategy.pipeline_schedule=zero_bubble | strategy.pipeline_schedule/choice
 4 | strategy.context_parallel_size=-2 | /range
 4 | strategy.context_parallel_size=3 | /does-not-divide-ranks
 | strategy.tensor_parallel_size=two | /type

@@ -96,9 +96,12 @@ def value_at(recipe, path):
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
 def test_shipped_recipes_are_written_with_every_key(file, tmp_path):
-    ranks = {"llama_3_1_8b_128k": 8, "qwen3_30b_a3b": 8, "llama_3_1_70b_tensor": 16}.get(
-        file.stem, 2
-    )
+    ranks = {
+        "llama_3_1_8b_128k": 8,
+        "qwen3_30b_a3b": 8,
+        "llama_3_1_70b_tensor": 16,
+        "llama_3_1_405b_pipeline": 256,
+    }.get(file.stem, 2)
     recipe = load(*data_overrides(file), recipe=file.stem, ranks=ranks)
     assert recipe == load(*data_overrides(file), recipe=file)
     assert (recipe.run.name, recipe.run.dir) == (file.stem, f"runs/{file.stem}")

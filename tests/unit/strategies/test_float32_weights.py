@@ -93,7 +93,8 @@ def wrapped_model(ranks, mixed=BFLOAT16, *, exact=True, checkpointing=None, one_
         model,
         Parts(
             blocks,
-            (model.embedding, model.last, model.head),
+            (model.embedding,),
+            (model.last, model.head),
             in_float32=computes_in_float32(model, dtype) if exact else (),
         ),
         strategy=schema.Strategy(kind="fsdp", mixed_precision=mixed, **keys),
@@ -274,7 +275,7 @@ def test_experts_are_chosen_as_in_transformers(ranks, tmp_path, one_rank):
         model,
         Parts(
             blocks,
-            outer_units(model, blocks),
+            *outer_units(model, blocks),
             in_float32=computes_in_float32(model, torch.bfloat16),
         ),
         strategy=schema.Strategy(kind="fsdp"),

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from launcher.convert.conversion import Conversion
+from launcher.convert.conversion import Conversion, shown
 
 
 @dataclass
@@ -22,6 +22,29 @@ class DataSet:
     """What trains a bit differently."""
     loss_on: str | None = None
     """data.loss_on, which all sources share."""
+
+
+KINDS = {"preference": "preference", "reward": "preference", "kto": "unpaired"}
+"""data.kind, where what is trained says it."""
+
+
+def data_set(c: Conversion, entry: Conversion, name: str) -> list[DataSet]:
+    """The data sets of an entry of a list whose rows have been applied. name: the key of the list.
+
+    What the entry records is recorded in the config's conversion."""
+    label = entry.given.get("label")
+    for key, what in entry.lost.items():
+        c.lose(f"{name}.{key}" if label is None else f"{name}: {label}".rstrip(": "), what)
+    c.shows_images = c.shows_images or (entry.shows_images and f"{name}: {label}")
+    values = {key.removeprefix("data."): value for key, value in entry.values.items()}
+    files, kind, loss_on = (values.pop(key, None) for key in ("train", "kind", "loss_on"))
+    origin = entry.origin("data.kind")
+    origin = name if label is not None or not origin else shown(f"{name}.{origin}")
+    if (system := values.pop("system", None)) is not None:
+        c.set("data.system", system, f"{name}.{entry.origin('data.system')}")
+    notes = [*entry.differs.values()]
+    files = [files] if isinstance(files, str) else files or []
+    return [DataSet(file, origin, kind, dict(values), notes, loss_on) for file in files]
 
 
 def set_train(c: Conversion, sets: list[DataSet], origin: str) -> None:
@@ -61,49 +84,3 @@ def set_train(c: Conversion, sets: list[DataSet], origin: str) -> None:
         c.set("data.loss_on", wanted.pop(), first.origin)
         if wanted:
             c.lose(first.origin, "the sources have loss on other parts; here all have the same")
-
-
-def sequence_length(c: Conversion, name: str, default: int) -> None:
-    """The length of a sequence."""
-    length = c.get(name)
-    if isinstance(length, int) and length > 1:
-        c.set("data.sequence_length", length, name)
-    else:
-        c.set("data.sequence_length", default, name if name in c.given else "")
-
-
-def validation(c: Conversion, name: str) -> bool:
-    """The held-out part of the training data, as a share. Returns whether there is one."""
-    size = c.get(name)
-    if not isinstance(size, int | float) or isinstance(size, bool) or size <= 0:
-        return False
-    if size < 1:
-        c.set("data.validation_split", size, name)
-        c.differ("data.validation_split", "other rows than there are held out")
-        return True
-    c.set("data.validation_split", 0.02, name)
-    c.differ("data.validation_split", f"{size} rows there; here a share of the rows")
-    return True
-
-
-def packing(c: Conversion, *, on: bool, origin: str, isolated: bool = True) -> None:
-    """Packing; auto, so that models that cannot keep documents apart are trained without it."""
-    if on:
-        note = "documents of a sequence do not see each other"
-        c.set("data.packing", "auto", origin, note if isolated else "")
-        if not isolated:
-            c.differ("data.packing", f"{note}; there they do")
-    else:
-        c.set("data.packing", False, origin, "")
-
-
-def too_long(c: Conversion, origin: str) -> None:
-    """What becomes of rows that are too long, which the tool cuts: after data.kind and the length."""
-    kind = c.values.get("data.kind")
-    if kind in ("chat", "instruct"):
-        c.set("data.overlong", "cut", origin, "there, too long rows are cut")
-    elif kind in ("preference", "unpaired"):
-        unit = "pairs with such an answer" if kind == "preference" else "such answers"
-        c.differ(
-            "data.sequence_length", f"there, too long answers are cut; here {unit} are dropped"
-        )
