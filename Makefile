@@ -7,7 +7,7 @@
 # make check       before each commit: lint, and what 80 seconds can test
 # make test        lint, type checks and all tests except the long ones
 # make test-long   all tests, including the long ones
-# make test-share  some of the long tests, those of changed modules first, others for each commit: a quarter of an hour
+# make test-share  some of the long tests, those of changed modules first, others for each commit: ten minutes
 # make test-turn   what CI does after the tests: for each commit test-share, test-readers or test-versions
 # make test-versions  tests with the oldest supported versions of torch and transformers
 # make test-readers  exports, read by transformers 4 and by llama.cpp, which it installs into build/readers
@@ -133,7 +133,7 @@ check: lint
 		tests/unit/recipe tests/unit/data tests/unit/objectives tests/unit/slurm tests/unit/test_house.py \
 		tests/unit/planner/test_plan_command.py tests/golden
 
-# As many of the long tests as run in a quarter of an hour, in an order that follows from the commit
+# As many of the long tests as run in about ten minutes, in an order that follows from the commit
 SHARE ?= $(shell git rev-parse HEAD)
 .PHONY: test-share
 test-share: $(INSTALLED)

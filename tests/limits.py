@@ -17,7 +17,7 @@ from pathlib import Path
 MARK = "LAUNCHER_TEST_RUN"
 SESSION = uuid.uuid4().hex
 """Value of the variable in this session, with which the values of all its runs begin."""
-SECONDS = 400
+SECONDS = 700
 """Time limit for a test with its fixtures. It is for hangs: no test takes half as long in CI."""
 ENDING_SECONDS = 30
 """Time for processes to end after the last test."""

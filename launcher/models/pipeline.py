@@ -311,6 +311,7 @@ class StagedModel:
                 model.set_submodule(name, place)
                 blocks.pop(name, None)
         self._own_places: list[tuple[nn.Module, str, int, nn.Module, nn.Module]] | None = None
+        """The parents of this rank's modules with their names, stages, modules and places."""
         model.forward = self._forward
 
     # Who has what
@@ -387,16 +388,16 @@ class StagedModel:
                 if stage in self.own:
                     path, _, key = name.rpartition(".")
                     parent = self._model.get_submodule(path)
-                    module = parent._modules[key]
+                    module = getattr(parent, key)
                     self._own_places.append((parent, key, stage, module, place))
         away = [each for each in self._own_places if each[2] != self._active]
         for parent, key, _, _, place in away:
-            parent._modules[key] = place
+            setattr(parent, key, place)
         try:
             yield
         finally:
             for parent, key, _, module, _ in away:
-                parent._modules[key] = module
+                setattr(parent, key, module)
 
     def _forward(self, *args: object, **kwargs: Any) -> Any:
         if torch.is_grad_enabled():
