@@ -46,7 +46,7 @@ def test_losses_norms_and_weights_are_those_of_one_rank(tmp_path, name):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "count"), [("layers", 36), ("experts", 25)])
+@pytest.mark.parametrize(("kind", "count"), [("layers", 36), ("experts", 25), ("stages", 36)])
 def test_checkpoints_load_between_all_layouts(tmp_path, kind, count):
     loaded = launch(tmp_path, f"checkpoints of {kind}")
     assert len(loaded) == count
