@@ -25,22 +25,23 @@ TEXTS = ("note", "differs", "lost", "needless")
 _OF_FILES = {"tool", "signs", "decisive", "method", "refuse", "keys", "lost", "needless"}
 _OF_SECTIONS = {"include", "if", "otherwise"}
 _OF_ROWS = {
-    *(
-        "if",
-        "to",
-        "set",
-        "default",
-        "origin",
-        "least",
-        "as",
-        "values",
-        "else",
-        "active",
-        "inactive",
-    ),
-    *("also", "then", "by", "entries", *TEXTS),
+    "if",
+    "to",
+    "set",
+    "default",
+    "origin",
+    "least",
+    "as",
+    "values",
+    "else",
+    "active",
+    "inactive",
+    "also",
+    "then",
+    "by",
+    "entries",
+    *TEXTS,
 }
-
 _OUTCOMES = ("set", "else", "active", "inactive", "also")
 
 
@@ -65,7 +66,7 @@ class Tool:
     method: list[Row]
     """What a config trains: the first of these cases that holds."""
     refuse: list[Row]
-    """Configs of no training, and what is said of them."""
+    """Conditions of configs that describe no training, each with its error message."""
     sections: dict[str, Section]
     lost: Mapping[str, str]
     needless: Mapping[str, str]

@@ -7,8 +7,8 @@ micro-batches as there are stages are in flight. Interleaved: a rank has two sta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -76,7 +76,10 @@ class StagedModel(Protocol):
     count: int
     own: list[int]
     device: torch.device
-    links: Any
+
+    @property
+    def links(self) -> Links:
+        """The groups in which stages send."""
 
     @property
     def tied_weights(self) -> list[nn.Parameter]:
@@ -139,11 +142,12 @@ class _Exchange:
         """Begins the transfers of the next activation and the next gradient, if the output that the
         gradient is of exists."""
         for forward in (True, False):
-            for following in (each for each in self._awaited if each.forward is forward):
-                found = outputs.get((following.chunk, following.micro_batch))
-                if following not in self._begun and (forward or found is not None):
-                    self._begin(following, None if found is None else found[1])
-                break
+            following = next((each for each in self._awaited if each.forward is forward), None)
+            if following is None or following in self._begun:
+                continue
+            output = outputs.get((following.chunk, following.micro_batch))
+            if forward or output is not None:
+                self._begin(following, None if output is None else output[1])
 
     def send(self, tensor: torch.Tensor, each: Pass) -> None:
         """Begins to send the result of a pass: an activation, or the gradient of one."""
@@ -169,8 +173,7 @@ class _Exchange:
         if (stage == 0) if each.forward else self._staged.is_last(stage):
             return None
         before = stage - 1 if each.forward else stage
-        group: dist.ProcessGroup = self._staged.links.between(before, backwards=not each.forward)
-        return group
+        return self._staged.links.between(before, backwards=not each.forward)
 
     def _begin(self, each: Pass, like: torch.Tensor | None) -> None:
         staged, stage = self._staged, self._staged.own[each.chunk]
@@ -242,7 +245,8 @@ class Pipelined(WrappedModel):
         """Runs this rank's passes of a step. The sum of the losses is that of the last stage, and 0 on
         the other ranks."""
         staged, size = self.staged, self.staged.links.size
-        chunks, stop = STAGES_OF_RANK[self._name], stop_reached
+        chunks = STAGES_OF_RANK[self._name]
+        stop = stop_reached
         if chunks > 1:  # ranks would wait for each other if they stopped within a step
             if stop_reached():
                 return None
@@ -254,7 +258,7 @@ class Pipelined(WrappedModel):
         exchange = _Exchange(
             passes, staged, lambda number: host[number].inputs["input_ids"], self.waiting
         )
-        flying: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        in_flight: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         total = torch.zeros_like(factor)
         for each in passes:
             key, stage = (each.chunk, each.micro_batch), staged.own[each.chunk]
@@ -263,7 +267,7 @@ class Pipelined(WrappedModel):
                     return None
                 heartbeat("forward")
                 received = exchange.receive(each)
-                exchange.begin_next(flying)
+                exchange.begin_next(in_flight)
                 if received is not None:
                     received.requires_grad_()
                 staged.enter(stage, received)
@@ -274,13 +278,13 @@ class Pipelined(WrappedModel):
                 else:
                     total = total + torch.zeros_like(summed)
                     exchange.send(sent.detach(), each)
-                flying[key] = received, sent
+                in_flight[key] = received, sent
                 continue
             heartbeat("backward")
-            received, output = flying[key]
+            received, output = in_flight[key]
             gradient = exchange.receive(each, output)
-            del flying[key]
-            exchange.begin_next(flying)
+            del in_flight[key]
+            exchange.begin_next(in_flight)
             with self.inner.micro_batch(last=each == last_of[each.chunk]):
                 if output.requires_grad:  # not if all before it is frozen
                     output.backward(gradient)  # type: ignore[no-untyped-call]
@@ -318,11 +322,6 @@ class Pipelined(WrappedModel):
                 work.wait()
         for gradient, other in zip(own, others, strict=True):
             gradient.add_(other.to(gradient.device))  # offloaded gradients are in host memory
-
-    @contextmanager
-    def evaluating(self) -> Iterator[None]:
-        with self.inner.evaluating():
-            yield
 
 
 def _never() -> bool:

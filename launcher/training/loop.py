@@ -125,7 +125,8 @@ def train_steps(
             return
         heartbeat("optimizer")
         norm, skipped, rate = update.apply(wrapped, batch.step, weight)
-        mean, metrics = total / weight if counts else torch.zeros_like(total), None
+        mean = total / weight if counts else torch.zeros_like(total)
+        metrics = None
         if mean.ndim:
             mean, metrics = mean[0], mean[1:]
         step = Step(batch.step, mean, norm, skipped, rate, batch, metrics)

@@ -121,7 +121,8 @@ class PreparedModel:
         checkpointing cannot be met, or if the model has no context, expert or tensor parallelism of
         the layout's sizes."""
         checkpointing, kept = recipe.activation_checkpointing, None
-        whole, ranks = ranks, ranks.stage
+        whole = ranks
+        ranks = whole.stage
         one_rank = recipe.uses_one_rank(ranks.size)
         chain = None
         if whole is not ranks:
