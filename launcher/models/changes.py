@@ -1,8 +1,9 @@
 """Everything that is done to a model between its class and its strategy: one list, in order.
 
 The functions below are called from top to bottom, and so are the steps in each of them. A comment
-says why a step has its place. `record_of(model)` says which steps a model has behind it. Activation
-checkpointing, compilation and the strategy follow (`strategies/wrap.py`).
+says why a step has its place. `record_of(model)` says which steps a model has behind it. The ranks then
+divide the model (`division.py`). Activation checkpointing, compilation and the strategy follow
+(`strategies/wrap.py`).
 """
 
 from __future__ import annotations
@@ -15,32 +16,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from launcher.errors import RecipeError
 from launcher.models.adapter_files import adapter_loader
 from launcher.models.attention import drop_causal_mask, isolate_documents, use_tower_attention
 from launcher.models.build import build_model, is_pretrained
-from launcher.models.context_parallel import apply_context_parallel
 from launcher.models.description import embeddings, parts_without_text
-from launcher.models.experts import apply_expert_parallel
 from launcher.models.float8 import use_float8
 from launcher.models.head import Head, Transform, logits_transform
 from launcher.models.load import Load, ModelCheckpoint, starting_weights
 from launcher.models.lora import add_adapters
 from launcher.models.new_rows import grow_vocabulary
 from launcher.models.nf4_layers import quantize_blocks
-from launcher.models.pipeline import Chain, Links, StagedModel, stages_of
 from launcher.models.precision import kept_in_float32
 from launcher.models.record import record_of
 from launcher.models.recurrent import separate_documents, use_operators_without_values
-from launcher.models.tensor_parallel import PlannedMesh, apply_tensor_parallel
 from launcher.models.towers import Trained, use_towers
 from launcher.recipe import schema
 from launcher.sources.adapter import ADAPTER_CONFIG, PEFT_KEYS, other_base
-from launcher.sources.layouts import ATTACHMENTS, nouns_of, with_article
+from launcher.sources.layouts import nouns_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -202,76 +197,6 @@ def change_forward(
     if transform is not None and chunked_loss:
         record_of(model).head = Head(embeddings(model)[1], transform, compile=compile)
     return transform
-
-
-def divide_rows(
-    model: PreTrainedModel,
-    group: dist.ProcessGroup,
-    *,
-    sequence_length: int,
-    tensor_parallel_size: int,
-    missing_for_varlen: str | None,
-) -> None:
-    """Divides rows over the ranks of a group (context parallelism): see `apply_context_parallel`,
-    whose errors it raises."""
-    towers = record_of(model).towers
-    if towers is not None and (towers.both_ways or not towers.inputs_known):
-        key, name = "strategy.context_parallel_size", type(model).__name__
-        kind, nouns = next(iter(towers.kinds)), nouns_of(towers.kinds)
-        why = f"does not say which features of {with_article(kind)} belong to a part of a row"
-        if towers.both_ways:
-            why = f"attends to {nouns} in both directions, with masks that cannot be divided"
-        without = " ".join(f"{ATTACHMENTS[kind]}=null" for kind in towers.kinds)
-        raise RecipeError(f"{key}: {name} {why}; use 1, or set {without} for rows of text")
-    # Before layers are divided: it checks the heads of the whole model. Before blocks are measured
-    # for activation checkpointing: they have the attention that they will have
-    apply_context_parallel(
-        model,
-        group,
-        sequence_length=sequence_length,
-        tensor_parallel_size=tensor_parallel_size,
-        missing_for_varlen=missing_for_varlen,
-    )
-    record_of(model).rows_divided = group.size()
-
-
-def divide_layers(
-    model: nn.Module,
-    *,
-    expert_mesh: DeviceMesh | None = None,
-    tensor_mesh: DeviceMesh | PlannedMesh | None = None,
-) -> tuple[list[nn.Module], list[tuple[nn.Module, str]]]:
-    """Divides experts and layers over the ranks of these meshes. Returns the modules of experts, and
-    the parameters that `apply_tensor_parallel` returns. Raises RecipeError if the model cannot be
-    divided so."""
-    experts, partial = list[nn.Module](), list[tuple[nn.Module, str]]()
-    if expert_mesh is not None:
-        experts = apply_expert_parallel(model, expert_mesh)
-        record_of(model).experts_divided = expert_mesh.size()
-    # After the chunked head, whose vocabulary it divides, and after NF4, whose rows have parts then
-    if tensor_mesh is not None:
-        partial = apply_tensor_parallel(model, tensor_mesh)
-        record_of(model).layers_divided = tensor_mesh.size()
-    return experts, partial
-
-
-def divide_blocks(
-    model: nn.Module,
-    blocks: dict[str, nn.Module],
-    chain: Chain,
-    *,
-    links: Links,
-    stages_of_rank: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> StagedModel:
-    """Leaves the blocks of this rank's stages in the model (pipeline parallelism), and in `blocks`.
-    dtype: of computation. Raises RecipeError if there are fewer blocks than stages."""
-    # Last: all other changes read the whole model
-    stages = stages_of(chain.whole, chain, links.size * stages_of_rank)
-    staged = StagedModel(model, blocks, chain, stages, links=links, dtype=dtype, device=device)
-    record_of(model).stages = staged
-    return staged
 
 
 def _refuse_old_torch(*, fsdp: bool) -> None:

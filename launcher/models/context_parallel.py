@@ -29,6 +29,8 @@ from launcher.models.attention import (
 )
 from launcher.models.micro_batch import RowPart
 from launcher.models.predictions import logits
+from launcher.models.record import record_of
+from launcher.sources.layouts import ATTACHMENTS, nouns_of, with_article
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,23 +40,25 @@ _whole_rows = ContextVar("whole_rows", default=False)
 """Whether each rank computes whole rows for now, without the others."""
 
 
-def apply_context_parallel(
+def check_rows(
     model: PreTrainedModel,
-    group: dist.ProcessGroup,
+    size: int,
     *,
     sequence_length: int,
     tensor_parallel_size: int = 1,
     missing_for_varlen: str | None = None,
 ) -> None:
-    """Divides the rows of this model over the ranks of the group: its attention becomes
-    `context_parallel_attention`. Each rank has the heads of one of `tensor_parallel_size` parts of
-    the layers. `missing_for_varlen` is the result of the function of this name, for the message.
-
-    Raises RecipeError if the model cannot compute parts of rows on this number of ranks.
-    """
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    name, size = type(model).__name__, group.size()
+    """Raises RecipeError if this number of ranks cannot compute parts of the model's rows. Each rank
+    has the heads of one of `tensor_parallel_size` parts of the layers. `missing_for_varlen` is the
+    result of the function of this name, for the message."""
+    name, towers = type(model).__name__, record_of(model).towers
+    if towers is not None and (towers.both_ways or not towers.inputs_known):
+        kind, nouns = next(iter(towers.kinds)), nouns_of(towers.kinds)
+        why = f"does not say which features of {with_article(kind)} belong to a part of a row"
+        if towers.both_ways:
+            why = f"attends to {nouns} in both directions, with masks that cannot be divided"
+        without = " ".join(f"{ATTACHMENTS[kind]}=null" for kind in towers.kinds)
+        raise RecipeError(f"{KEY}: {name} {why}; use 1, or set {without} for rows of text")
     refuse_other_layers(model, sequence_length, key=KEY, instead="use 1")
     config = model.config.get_text_config(decoder=True)
     if attention_implementation(model) != VARLEN:
@@ -78,6 +82,13 @@ def apply_context_parallel(
             f"attention heads of {name}; "
             f"use {'one of ' * bool(divisors)}{', '.join(map(str, divisors)) or 1}"
         )
+
+
+def divide_rows(model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+    """Divides the rows of a model over the ranks of the group: its attention becomes
+    `context_parallel_attention`."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
     # The table is that of the process, and another model may have another group
     attention = f"{DIVIDED_ROWS}_{group.group_name}"
     ALL_ATTENTION_FUNCTIONS.register(attention, partial(context_parallel_attention, group))

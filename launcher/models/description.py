@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from launcher.distributed.units import Unit
 from launcher.libraries import families
 from launcher.libraries.private import block_classes
 from launcher.models.names import clean_name
@@ -186,35 +187,21 @@ def reads_embedding(model: nn.Module) -> bool:
     return bool(of_layers) and text is not getattr(model, "config", None)
 
 
-class OuterUnits(NamedTuple):
-    """Modules outside of the blocks that can be sharded as units."""
-
-    embedding: tuple[nn.Module, ...] = ()
-    """The input embedding."""
-    last: tuple[nn.Module, ...] = ()
-    """What is called after the blocks: the last norm, if it is found, and the output embedding."""
-
-    def within(self, model: nn.Module) -> OuterUnits:
-        """Those that the model has: other stages of a pipeline have the others."""
-        modules = {*model.modules()}
-        return OuterUnits(*(tuple(m for m in units if m in modules) for units in self))
-
-
-def outer_units(model: nn.Module, blocks: dict[str, nn.Module]) -> OuterUnits:
-    """The outer units of a model: none if the embeddings share a weight, or if the model reads that of
-    the first by itself."""
+def outer_units(model: nn.Module, blocks: dict[str, nn.Module]) -> list[Unit]:
+    """The units of FSDP outside of the blocks: the input embedding; then what is called after the blocks,
+    the last norm, if it is found, and the output embedding. None if the embeddings share a weight, or
+    if the model reads that of the first by itself."""
     first, last = embeddings(model)
     embeds = isinstance(first, nn.Embedding) and last is not None
     if not blocks or not embeds or first.weight is last.weight or reads_embedding(model):
-        return OuterUnits()
+        return []
     units = (first, last, *blocks.values(), *modules_without_text(model))
     inside = {child for unit in units for child in unit.modules()}
     order = list(model.modules())
     own = [m for m in order if m not in inside and list(m.parameters(recurse=False))]
     end = max(order.index(block) for block in blocks.values())
-    if len(own) == 1 and order.index(own[0]) > end:
-        return OuterUnits((first,), (own[0], last))
-    return OuterUnits((first,), (last,))
+    norm = own if len(own) == 1 and order.index(own[0]) > end else []
+    return [Unit((first,), used_in_backward=False), Unit((*norm, last), ends_forward=True)]
 
 
 def is_classifier(model: nn.Module) -> bool:

@@ -39,13 +39,9 @@ def find_experts(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-    """Divides the experts of a meta model over the ranks of a mesh. Returns their modules.
-
-    Their parameters become DTensors with the shape of all experts. Raises RecipeError if the model
-    has no experts that can be divided over this number of ranks.
-    """
-    name, size, found = type(model).__name__, mesh.size(), find_experts(model)
+def check_experts(model: nn.Module, size: int) -> None:
+    """Raises RecipeError if the model has no experts that can be divided over this number of ranks."""
+    name, found = type(model).__name__, find_experts(model)
     styles = expert_plan(model)
     if not found:
         raise RecipeError(f"{KEY}: transformers has no plan for experts of {name}; use 1")
@@ -68,11 +64,17 @@ def apply_expert_parallel(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]
             divisors = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
             what = f"{size} does not divide the {count} experts of {name}"
             raise RecipeError(f"{KEY}: {what}; use one of {divisors}")
+
+
+def divide_experts(model: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
+    """Divides the experts of a meta model over the ranks of a mesh. Returns their modules. Their
+    parameters become DTensors with the shape of all experts."""
     # It warns that a whole tensor, for an export, takes two all-gathers
     logging.getLogger(REDISTRIBUTE_LOGGER).setLevel(logging.ERROR)
-    for module in found.values():
+    found = [*find_experts(model).values()]
+    for module in found:
         _divide(module, mesh)
-    return list(found.values())
+    return found
 
 
 def _divide(experts: Any, mesh: DeviceMesh) -> None:

@@ -166,12 +166,15 @@ def balanced(costs: Sequence[float], parts: int) -> list[range]:
     return ranges[::-1]
 
 
-def stages_of(model: nn.Module, chain: Chain, count: int) -> list[range]:
-    """The blocks of each stage, by their cost: the parameters that a token uses. The head counts as
-    a part of the last block; the embedding, in which a token looks up one row, does not. Raises
-    RecipeError if there are fewer blocks than stages."""
+def check_stages(chain: Chain, count: int) -> None:
+    """Raises RecipeError if a model has fewer blocks than stages."""
     if count > len(chain.blocks):
         raise RecipeError(f"{KEY}: {count} stages, but the model has {len(chain.blocks)} blocks")
+
+
+def stages_of(model: nn.Module, chain: Chain, count: int) -> list[range]:
+    """The blocks of each stage, by their cost: the parameters that a token uses. The head counts as
+    a part of the last block; the embedding, in which a token looks up one row, does not."""
     config = text_config(model)
     experts = next((n for key in _EXPERT_COUNTS if (n := largest_of_layers(config, key))), 1)
     used = (experts_of_token(config) or experts) / experts

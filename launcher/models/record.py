@@ -48,12 +48,6 @@ class ModelRecord:
     """It computes losses without full logits, or of a reward model the scores of all tokens."""
     stages: StagedModel | None = None
     """This rank's stages of a pipeline."""
-    rows_divided: int = 1
-    """Ranks that compute parts of the same rows."""
-    experts_divided: int = 1
-    """Ranks that have different experts."""
-    layers_divided: int = 1
-    """Ranks that have parts of the same layers."""
 
     @property
     def whole(self) -> nn.Module | None:

@@ -75,19 +75,12 @@ def sharded_layers(model: nn.Module, styles: Styles, size: int) -> Iterator[tupl
             yield base_layer(model.get_submodule(name)), _DIMENSION[style]
 
 
-def apply_tensor_parallel(
-    model: nn.Module, mesh: DeviceMesh | PlannedMesh
-) -> list[tuple[nn.Module, str]]:
-    """Shards the layers of a meta model, with its adapters, over the ranks of a mesh.
-
-    Returns the parameters that each rank has whole and gets a part of the gradient of, as modules
-    and names. Raises RecipeError if the model cannot be divided over this number of ranks.
-    """
-    styles = find_layers(model)
-    _check(model, styles, mesh.size())
+def divide_layers(model: nn.Module, mesh: DeviceMesh | PlannedMesh) -> list[tuple[nn.Module, str]]:
+    """Shards the layers of a meta model, with its adapters, over the ranks of a mesh. Returns the
+    parameters that each rank has whole and gets a part of the gradient of, as modules and names."""
     # It warns that a whole tensor, for an export, takes two all-gathers
     logging.getLogger(REDISTRIBUTE_LOGGER).setLevel(logging.ERROR)
-    return _Division(model, styles, mesh).partly_summed
+    return _Division(model, find_layers(model), mesh).partly_summed
 
 
 class PlannedGroup(dist.ProcessGroup):
@@ -136,7 +129,7 @@ def divides_attention(styles: Styles) -> bool:
 
 
 class _Division:
-    """Divides a model. `partly_summed` are the parameters that `apply_tensor_parallel` returns."""
+    """Divides a model. `partly_summed` are the parameters that `divide_layers` returns."""
 
     def __init__(self, model: nn.Module, styles: Styles, mesh: DeviceMesh | PlannedMesh) -> None:
         self._mesh, self._group, self._rank = mesh, mesh.get_group(), mesh.get_local_rank()
@@ -258,10 +251,10 @@ def _few_heads(model: nn.Module, styles: Styles, size: int) -> dict[str, int]:
     return found
 
 
-def _check(model: nn.Module, styles: Styles, size: int) -> None:
-    """Raises RecipeError if the model has no plan, or one that is not supported or whose layers
-    cannot be divided by this number."""
-    name, (first, head) = type(model).__name__, embeddings(model)
+def check_layers(model: nn.Module, size: int) -> None:
+    """Raises RecipeError if the model has no plan of transformers, or one that is not supported or whose
+    layers cannot be divided by this number."""
+    name, (first, head), styles = type(model).__name__, embeddings(model), find_layers(model)
     problems: dict[str, str] = {}
     if EMBEDDING in styles.values() and reads_embedding(model):
         raise RecipeError(

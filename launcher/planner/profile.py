@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
-from launcher.models.changes import divide_layers
 from launcher.models.description import (
     embeddings,
     experts_of_token,
@@ -32,6 +31,8 @@ from launcher.models.precision import computes_in_float32
 from launcher.models.record import record_of
 from launcher.models.tensor_parallel import (
     PlannedMesh,
+    check_layers,
+    divide_layers,
     divides_attention,
     find_layers,
 )
@@ -337,19 +338,13 @@ def prepared_model(
     prepared = original_model(recipe, device=device)
     if recipe.model.builder is not None:
         return prepared
-    parts = (prepared.model, prepared.outer_units, prepared.unused, prepared.tower)
+    parts = (prepared.model, prepared.units, prepared.tower)
     copies: dict[int, Any] = {}
     if blocks is not None:
         named = enumerate(prepared.description.blocks.values())
         copies = {id(block): nn.Identity() for index, block in named if index not in blocks}
-    model, units, unused, tower = copy.deepcopy(parts, copies)
-    return dataclasses.replace(
-        prepared,
-        model=model,
-        outer_units=units,
-        unused=unused,
-        tower=tower,
-    )
+    model, units, tower = copy.deepcopy(parts, copies)
+    return dataclasses.replace(prepared, model=model, units=units, tower=tower)
 
 
 def profile_model(recipe: Recipe, *, device: Device) -> ModelProfile:
@@ -386,7 +381,8 @@ def profile_of_shapes(prepared: PreparedModel, recipe: Recipe, *, device: Device
     if size == 1 or recipe.strategy.kind == "ddp":
         return whole
     model = copy.deepcopy(prepared.model)
-    divide_layers(model, tensor_mesh=PlannedMesh(size))
+    check_layers(model, size)
+    divide_layers(model, PlannedMesh(size))
     part = _profile_of_shapes(prepared, model, recipe, device=device)
     heads, head_size = whole.heads
     if divides_attention(find_layers(model)):
@@ -425,7 +421,8 @@ def _profile_of_shapes(
     blocks = [group(block.parameters()) for block in units]
     classes = tuple(dict.fromkeys(blocks))
     kinds = tuple(classes.index(block) for block in blocks)
-    first = embeddings(model)[:1] if prepared.outer_units.embedding else ()
+    alone = any(not unit.used_in_backward for unit in prepared.units)
+    first = embeddings(model)[:1] if alone else ()
     unused = unused_modules(model)
     tower = [model.get_submodule(name) for name in prepared.tower]
     inside = {id(p) for unit in (*first, *units, *tower, *unused) for p in unit.parameters()}
@@ -502,10 +499,7 @@ def with_saved(
     """The profile with what blocks save in each of these dtypes, if the model runs on fake tensors,
     and with `compiled` what they save if they are compiled. Deletes blocks of the prepared model."""
     if profile.undivided is not None:
-        divide_layers(
-            prepared.model,
-            tensor_mesh=PlannedMesh(recipe.strategy.tensor_parallel_size),
-        )
+        divide_layers(prepared.model, PlannedMesh(recipe.strategy.tensor_parallel_size))
     kinds = profile.block_classes
     # The last block of each class: with LoRA the first block of a model needs fewer gradients
     lasts = {kind: index for index, kind in enumerate(kinds)}

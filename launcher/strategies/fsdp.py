@@ -14,7 +14,8 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from launcher.distributed.rank_layout import RankLayout
+from launcher.distributed.rank_layout import PARALLEL_SIZES, RankLayout
+from launcher.distributed.units import PartialGradients, Unit
 from launcher.libraries.private import (
     after_fsdp_reductions,
     copied_gradients,
@@ -95,6 +96,15 @@ class HostSums:
         self._copied = None
 
 
+@dataclass(frozen=True)
+class _Whole:
+    """Trained parameters that each rank of a group holds whole; see `PartialGradients`."""
+
+    group: dist.ProcessGroup
+    parameters: list[nn.Parameter]
+    summed: Set[nn.Parameter | None]
+
+
 class Fsdp(WrappedModel):
     """fully_shard with a mixed-precision policy, optionally with the shards in host memory."""
 
@@ -102,22 +112,16 @@ class Fsdp(WrappedModel):
         self,
         model: nn.Module,
         blocks: Sequence[nn.Module],
-        embedding: Sequence[nn.Module] = (),
-        last: Sequence[nn.Module] = (),
-        experts: Sequence[nn.Module] = (),
-        partly_summed: Sequence[tuple[nn.Module, str]] = (),
-        unused: Sequence[nn.Module] = (),
+        units: Sequence[Unit] = (),
+        partial: Sequence[PartialGradients] = (),
         in_float32: Collection[nn.Parameter] = (),
         *,
         policy: FsdpPolicy,
         ranks: RankLayout,
         init_fn: InitFn,
     ) -> None:
-        """`embedding` and `last` are units before and after the blocks. `experts` are the modules that
-        expert parallelism has divided. `partly_summed` are the parameters, as modules and names, that
-        every tensor parallel rank has whole. Each of these ranks computes a part of their gradients.
-        The parameters `in_float32` are gathered so: the unit that they belong to has a second group
-        for them."""
+        """`units` are those beside the blocks. The parameters `in_float32` are gathered so: the unit that
+        they belong to has a second group for them."""
         self._policy, self._ranks = policy, ranks
         policies: dict[str, Any] = {
             "mesh": ranks.shard_mesh,
@@ -129,36 +133,40 @@ class Fsdp(WrappedModel):
             policies["offload_policy"] = CPUOffloadPolicy(pin_memory=pin_memory)
             place = torch.device("cpu")
         reshard = policy.reshard_after_forward
-        separate = {p for module in (*experts, *unused) for p in module.parameters()}
+        inner = [unit for unit in units if unit.mesh is not None or not unit.called]
+        separate = {p for unit in inner for module in unit.modules for p in module.parameters()}
         exact = set(in_float32) - separate
         # Units with such weights are parts of the root, and modules of a second group
-        embedding, last = units_without(embedding, exact), units_without(last, exact)
-        holders = _holders(model, {*blocks, *embedding, *last}, exact)
+        outer = [(unit, units_without(unit.modules, exact)) for unit in units if unit not in inner]
+        outer = [(unit, modules) for unit, modules in outer if modules]
+        unit_modules = {*blocks, *(module for _, modules in outer for module in modules)}
+        holders = _holders(model, unit_modules, exact)
         exact &= {p for modules in holders.values() for m in modules for p in m.parameters()}
-        for module in experts:
-            own: dict[str, Any] = policies | {"mesh": ranks.same_experts_mesh}
-            fully_shard(module, reshard_after_forward=reshard, **own)
-        # Modules that are never called stay sharded. Without a dtype of the reduction, FSDP does not
-        # look for gradients of weights that it has never gathered
-        for module in unused:
-            fully_shard(module, **policies | {"mp_policy": MixedPrecisionPolicy()})
+        for unit in inner:
+            own: dict[str, Any] = policies | {"mesh": unit.mesh or ranks.shard_mesh}
+            if not unit.called:  # its weights stay sharded
+                # Without a dtype of the reduction, FSDP does not look for gradients of weights that it
+                # has never gathered
+                own["mp_policy"] = MixedPrecisionPolicy()
+            fully_shard([*unit.modules], reshard_after_forward=reshard, **own)
         if exact:
             policies["ignored_params"] = exact
-        for unit in (*embedding, *blocks):
-            fully_shard(unit, reshard_after_forward=reshard, **policies)
-        for unit in embedding:
-            assert isinstance(unit, FSDPModule)
-            if len([*unit.parameters()]) == 1:
-                # The gradient of a table does not depend on it; that of a norm inside (Inkling) does
-                unit.set_unshard_in_backward(False)
-            # By default FSDP would gather the unit that ran before the embedding: the head, if
-            # there was a micro-batch before
-            unit.set_modules_to_backward_prefetch([unit])
-        # Used at the end of the forward pass and the start of the backward pass: the last norm and
-        # the head stay unsharded in between, and so does the root (None), to which their weights
-        # belong if they are not units of their own
-        if last:
-            fully_shard(last, reshard_after_forward=False, **policies)
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=reshard, **policies)
+        for unit, modules in outer:
+            # What ends the forward pass stays gathered until the backward pass begins with it, and so
+            # does the root (None), to which its weights belong if it is no unit of its own
+            reshards = reshard and not unit.ends_forward
+            fully_shard(modules, reshard_after_forward=reshards, **policies)
+            first = modules[0]
+            assert isinstance(first, FSDPModule)
+            if not unit.used_in_backward:
+                if sum(len([*module.parameters()]) for module in modules) == 1:
+                    # The gradient of a table does not depend on it; that of a norm inside (Inkling) does
+                    first.set_unshard_in_backward(False)
+                # By default FSDP would gather the unit that ran before the embedding: the head, if
+                # there was a micro-batch before
+                first.set_modules_to_backward_prefetch([first])
         root = Root(model)
         fully_shard(root, reshard_after_forward=None if reshard else False, **policies)
         if policy.param_dtype != torch.float32:
@@ -171,8 +179,8 @@ class Fsdp(WrappedModel):
         policies["mp_policy"] = MixedPrecisionPolicy(
             reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-        for unit, modules in holders.items():  # the root is the last one
-            policies["ignored_params"] = {p for p in unit.parameters() if p not in exact}
+        for holder, modules in holders.items():  # the root is the last one
+            policies["ignored_params"] = {p for p in holder.parameters() if p not in exact}
             fully_shard(modules, reshard_after_forward=False, **policies)
         self._in_float32 = len(exact)
         init_fn(model, place, ranks.device)
@@ -181,13 +189,13 @@ class Fsdp(WrappedModel):
         # forward pass, and checkpoints would hold the tensors from before
         root.to_empty(device=place, recurse=False)
         super().__init__(root, module=model, ranks=ranks)
-        self._partly_summed = {module._parameters[name] for module, name in partly_summed}
-        self._whole: list[nn.Parameter] = []
-        """Parameters that every rank of a tensor parallel group holds whole."""
-        if ranks.tensor_parallel_size > 1:
-            self._whole = [p for p in self._parameters if "tensor" not in mesh_of(p)]
-            tensor = ranks.tensor_parallel_mesh.get_group("tensor")
-            self.norm_groups = [NormGroup(tensor, frozenset(self._whole))]
+        self._partial = list[_Whole]()
+        for each in partial:
+            (dimension,) = each.mesh.mesh_dim_names or ()
+            whole = [p for p in self._parameters if dimension not in mesh_of(p)]
+            summed = {module._parameters[name] for module, name in each.summed}
+            self._partial.append(_Whole(each.mesh.get_group(), whole, summed))
+        self.norm_groups = [NormGroup(e.group, frozenset(e.parameters)) for e in self._partial]
         self.norm_groups.append(NormGroup(ranks.shard_mesh.get_group("shard")))
         assert isinstance(root, FSDPModule)
         self._root: FSDPModule = root
@@ -217,11 +225,8 @@ class Fsdp(WrappedModel):
             masters = f"{dtype_name(master.dtype)} masters on {master.device}"
         mesh = ranks.shard_mesh
         sizes = [f"{mesh.size(i)} {name}" for i, name in enumerate(mesh.mesh_dim_names or ())]
-        divided = ""
-        if ranks.expert_parallel_size > 1:
-            divided = f", experts over {ranks.expert_parallel_size} ranks"
-        if ranks.tensor_parallel_size > 1:
-            divided = f", layers over {ranks.tensor_parallel_size} ranks"
+        along = [(each, ranks.along(each)) for each in PARALLEL_SIZES]
+        divided = "".join(f", {d.divides} over {size} ranks" for d, size in along if size > 1)
         offloaded = ""
         if policy.cpu_offload is not None:
             offloaded = " (offloaded)" if offloads_parameters(policy.cpu_offload) else ""
@@ -265,22 +270,23 @@ class Fsdp(WrappedModel):
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
-        """With tensor parallelism, the ranks of a group sum the gradients of which each rank computes
-        a part, and average the gradients of replicated parameters: with different rounding errors,
-        the copies of a parameter would drift apart."""
-        whole = [p for p in self._whole if p.grad is not None]
-        if not whole:
-            return
-        group = self._ranks.tensor_parallel_mesh.get_group("tensor")
-        divisors = [1.0 if p in self._partly_summed else float(group.size()) for p in whole]
-        gradients = [local_gradient(parameter) for parameter in whole]
-        with self.waiting():
-            foreach_div_(gradients, divisors)
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat, group=group)
-            parts = torch.split(flat, [gradient.numel() for gradient in gradients])
-            same = [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
-            foreach_copy_(gradients, same)
+        """Ranks that compute the same tokens together sum the gradients of which each rank computes a
+        part, and average those of other parameters that each rank has whole: with different rounding
+        errors, the copies of a parameter would drift apart."""
+        for each in self._partial:
+            whole = [p for p in each.parameters if p.grad is not None]
+            if not whole:
+                continue
+            size = float(each.group.size())
+            divisors = [1.0 if p in each.summed else size for p in whole]
+            gradients = [local_gradient(parameter) for parameter in whole]
+            with self.waiting():
+                foreach_div_(gradients, divisors)
+                flat = torch.cat([gradient.flatten() for gradient in gradients])
+                dist.all_reduce(flat, group=each.group)
+                parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+                same = [part.view_as(g) for part, g in zip(parts, gradients, strict=True)]
+                foreach_copy_(gradients, same)
 
 
 def _holders(

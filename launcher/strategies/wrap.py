@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from launcher.distributed.rank_layout import RankLayout
+from launcher.distributed.units import PartialGradients, Unit
 from launcher.libraries.private import mark_dynamic
 from launcher.recipe import schema
 from launcher.strategies.activation_checkpointing import Kept, Recomputation, checkpoint_blocks
@@ -38,19 +39,12 @@ class Parts:
 
     blocks: dict[str, nn.Module]
     """The blocks by name (from `find_blocks`), not yet wrapped."""
-    embedding: tuple[nn.Module, ...] = ()
-    """The input embedding, if it is a unit of FSDP."""
-    last: tuple[nn.Module, ...] = ()
-    """What runs after the blocks, if it is a unit of FSDP."""
-    unused: tuple[nn.Module, ...] = ()
-    """Modules that are never called. As units of FSDP, they stay sharded."""
+    units: Sequence[Unit] = ()
+    """The units of FSDP beside the blocks, the inner ones first."""
+    partial: Sequence[PartialGradients] = ()
+    """Ranks that compute the same tokens together."""
     kept: dict[str, Kept] | None = None
     """What the budget of activation checkpointing keeps of each block; None without a budget."""
-    experts: Sequence[nn.Module] = ()
-    """The modules of experts that expert parallelism has divided."""
-    partly_summed: Sequence[tuple[nn.Module, str]] = ()
-    """Parameters that every tensor parallel rank holds whole, and whose gradients are parts of a sum over
-    these ranks: their modules and names."""
     in_float32: Collection[nn.Parameter] = ()
     """The parameters that forward passes use in float32, whatever their dtype of computation."""
     mixes_dtypes: bool = False
@@ -105,9 +99,12 @@ def wrap(
             [
                 *blocks.values(),
                 *tower.values(),
-                *units_without((*parts.embedding, *parts.last), parts.in_float32),
+                *units_without(
+                    [m for unit in parts.units if unit.called for m in unit.modules],
+                    parts.in_float32,
+                ),
             ],
-            parts.unused,
+            [m for unit in parts.units if not unit.called for m in unit.modules],
             parts.in_float32,
             param_dtype=param_dtype,
             ranks=ranks,
@@ -137,11 +134,8 @@ def wrap(
     sharded = Fsdp(
         model,
         [*tower.values(), *blocks.values()],
-        parts.embedding,
-        parts.last,
-        parts.experts,
-        parts.partly_summed,
-        parts.unused,
+        parts.units,
+        parts.partial,
         parts.in_float32,
         policy=policy,
         ranks=ranks,

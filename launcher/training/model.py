@@ -20,6 +20,7 @@ from launcher.data.attachment_inputs import ModelAttachments, attachments_of, bl
 from launcher.data.token_store import ModelTraits
 from launcher.data.tokenizer import new_token_ids, tokenizer_name
 from launcher.distributed.rank_layout import RankLayout
+from launcher.distributed.units import Unit
 from launcher.errors import RecipeError
 from launcher.models.adapted import adapted_weights
 from launcher.models.attention import check_isolation, missing_for_varlen
@@ -28,21 +29,17 @@ from launcher.models.changes import (
     build_with_tokens,
     change_forward,
     change_weights,
-    divide_blocks,
-    divide_layers,
-    divide_rows,
 )
 from launcher.models.context_parallel import check_context_parallel
 from launcher.models.description import (
     ModelDescription,
-    OuterUnits,
     describe,
     outer_units,
     parts_without_text,
 )
+from launcher.models.division import Divided, check_all, divisions_of
 from launcher.models.micro_batch import WHOLE_ROW, RowPart
 from launcher.models.names import clean_name
-from launcher.models.pipeline import Links, chain_of
 from launcher.models.precision import computes_in_float32, kept_in_float32, mixes_dtypes
 from launcher.models.record import record_of
 from launcher.models.tower_inputs import is_of_tower
@@ -55,6 +52,7 @@ from launcher.optimizers.offload import StateFile
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
+from launcher.strategies.activation_checkpointing import Kept
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
 from launcher.strategies.pipeline import STAGES_OF_RANK, Pipelined
 from launcher.strategies.wrap import REAL, Parts, Wrappers, wrap
@@ -92,10 +90,9 @@ class PreparedModel:
     """Whether several documents share a row."""
     missing_for_varlen: str | None
     """See the function of this name. None if no row is packed."""
-    outer_units: OuterUnits
-    """Embedding, norm and head that FSDP shards as units; others are parts of the root."""
-    unused: tuple[nn.Module, ...]
-    """Modules that are never called."""
+    units: list[Unit]
+    """The units of FSDP beside the blocks: modules that are never called; embedding, norm and head, which
+    otherwise are parts of the root."""
     tower: dict[str, nn.Module]
     """The blocks of the towers by name, if rows have attachments."""
     attachments: ModelAttachments
@@ -120,85 +117,70 @@ class PreparedModel:
         `wrappers` of the classes that wrap it. Raises RecipeError if the budget of activation
         checkpointing cannot be met, or if the model has no context, expert or tensor parallelism of
         the layout's sizes."""
-        checkpointing, kept = recipe.activation_checkpointing, None
-        whole = ranks
-        ranks = whole.stage
         one_rank = recipe.uses_one_rank(ranks.size)
-        chain = None
-        if whole is not ranks:
-            chain = chain_of(self.model, self.description.blocks)
         if (head := record_of(self.model).head) is not None:
             head.keep_logits = recipe.model.keeps_logits
-        if ranks.context_parallel_size > 1:
-            divide_rows(
-                self.model,
-                ranks.context_parallel_group,
-                sequence_length=recipe.data.row_length,
-                tensor_parallel_size=ranks.tensor_parallel_size,
-                missing_for_varlen=self.missing_for_varlen,
-            )
-        if checkpointing is not None and checkpointing.budget is not None:
-            # A slow import, which only a budget needs
-            from launcher.training.operators import operators_to_keep
-
-            kept = operators_to_keep(
-                self.model,
-                self.description.blocks,
-                self.synthetic_data(recipe.data, recipe.batch, row_part(ranks)),
-                budget=checkpointing.budget,
-                dtype=self.compute_dtype,
-                autocast=recipe.strategy.kind == "ddp" and not one_rank,
-                device=ranks.device.type,
-                depth=self.description.depth,
-            )
-        experts, partly_summed = divide_layers(
-            self.model,
-            expert_mesh=(
-                ranks.expert_parallel_mesh["expert"] if ranks.expert_parallel_size > 1 else None
-            ),
-            tensor_mesh=(
-                ranks.tensor_parallel_mesh["tensor"] if ranks.tensor_parallel_size > 1 else None
-            ),
+        divisions = divisions_of(
+            ranks,
+            sequence_length=recipe.data.row_length,
+            missing_for_varlen=self.missing_for_varlen,
+            stages_of_rank=STAGES_OF_RANK[recipe.strategy.pipeline_schedule],
+            dtype=self.compute_dtype,
         )
-        staged = None
-        if chain is not None:
-            chunks = STAGES_OF_RANK[recipe.strategy.pipeline_schedule]
-            stages = whole.pipeline_parallel_size
-            staged = divide_blocks(
-                self.model,
-                self.description.blocks,
-                chain,
-                links=Links(whole.pipeline_groups(Links.count(stages, chunks=chunks))),
-                stages_of_rank=chunks,
-                dtype=self.compute_dtype,
-                device=ranks.device,
-            )
-        documents, modules = record_of(self.model).documents, {*self.model.modules()}
+        model: Any = self.model
+        check_all(divisions, model)
+        divided = Divided(self.description.blocks)
+        for division in divisions:
+            if division.whole_layers:
+                division.divide(model, divided)
+        kept = self._kept(recipe, ranks.stage, one_rank=one_rank)
+        for division in divisions:
+            if not division.whole_layers:
+                division.divide(model, divided)
+        documents = record_of(model).documents
         wrapped = wrap(
-            self.model,
+            model,
             Parts(
-                self.description.blocks,
-                *self.outer_units.within(self.model),
-                tuple(each for each in self.unused if each in modules),
+                divided.blocks,
+                divided.without_missing(model, self.units),
+                divided.partial,
                 kept,
-                [each for each in experts if each in modules],
-                [each for each in partly_summed if each[0] in modules],
-                in_float32=computes_in_float32(self.model, self.compute_dtype),
-                mixes_dtypes=mixes_dtypes(self.model, self.compute_dtype),
+                in_float32=computes_in_float32(model, self.compute_dtype),
+                mixes_dtypes=mixes_dtypes(model, self.compute_dtype),
                 tower=self.tower,
                 recomputation=None if documents is None else documents.recomputation,
             ),
             strategy=recipe.strategy,
-            checkpointing=checkpointing,
+            checkpointing=recipe.activation_checkpointing,
             compile=recipe.model.compiles,
             one_rank=one_rank,
-            ranks=ranks,
+            ranks=ranks.stage,
             init_fn=init_fn or self.weights.init_fn,
             wrappers=wrappers,
         )
-        if staged is None:
+        if divided.stages is None:
             return wrapped
-        return Pipelined(wrapped, staged, schedule=recipe.strategy.pipeline_schedule, ranks=whole)
+        schedule = recipe.strategy.pipeline_schedule
+        return Pipelined(wrapped, divided.stages, schedule=schedule, ranks=ranks)
+
+    def _kept(self, recipe: Recipe, ranks: RankLayout, *, one_rank: bool) -> dict[str, Kept] | None:
+        """What the budget of activation checkpointing keeps of each block; None without a budget."""
+        checkpointing = recipe.activation_checkpointing
+        if checkpointing is None or checkpointing.budget is None:
+            return None
+        # A slow import, which only a budget needs
+        from launcher.training.operators import operators_to_keep
+
+        return operators_to_keep(
+            self.model,
+            self.description.blocks,
+            self.synthetic_data(recipe.data, recipe.batch, row_part(ranks)),
+            budget=checkpointing.budget,
+            dtype=self.compute_dtype,
+            autocast=recipe.strategy.kind == "ddp" and not one_rank,
+            device=ranks.device.type,
+            depth=self.description.depth,
+        )
 
     def make_optimizer(
         self,
@@ -361,8 +343,10 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         compute_dtype=dtype,
         packed=packed,
         missing_for_varlen=missing_for_varlen(model, device, dtype) if packed else None,
-        outer_units=OuterUnits() if transform is None else outer_units(model, blocks),
-        unused=unused_modules(model),
+        units=[
+            *(Unit((module,), called=False) for module in unused_modules(model)),
+            *(outer_units(model, blocks) if transform is not None else ()),
+        ],
         tower=tower_blocks(model),
         attachments=attachments,
         planned=attachments.planned(model),

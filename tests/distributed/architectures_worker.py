@@ -28,6 +28,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
 import transformers
 
 from launcher.distributed.rank_layout import RankLayout
+from launcher.distributed.units import Unit
 from launcher.models import safetensors_files
 from launcher.models.build import build_model
 from launcher.models.description import (
@@ -207,7 +208,7 @@ class Worker:
         init_fn = partial(pretrained_weights, checkpoint=checkpoint, seed=5)
         return wrap(
             model,
-            Parts(blocks, *outer_units(model, blocks), unused),
+            Parts(blocks, [Unit(unused, called=False), *outer_units(model, blocks)]),
             strategy=strategy,
             checkpointing=checkpointing,
             ranks=self.ranks,
@@ -320,7 +321,7 @@ class Worker:
             init_fn = partial(random_weights, seed=5)
             wrapped = wrap(
                 model,
-                Parts(blocks, *outer_units(model, blocks)),
+                Parts(blocks, outer_units(model, blocks)),
                 strategy=strategy,
                 checkpointing=FULL,
                 ranks=self.ranks,

@@ -277,7 +277,7 @@ LAUNCHES = {
 
 def parts_not_summed(training):
     """q_norm and k_norm get the mean over ranks, each of which has some heads."""
-    training.wrapped._partly_summed = set()
+    training.wrapped._partial = [replace(e, summed=set()) for e in training.wrapped._partial]
 
 
 def counted_twice(training):

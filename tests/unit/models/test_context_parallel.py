@@ -21,7 +21,7 @@ from launcher.models.attention import (
     missing_for_varlen,
     varlen_attention,
 )
-from launcher.models.context_parallel import apply_context_parallel
+from launcher.models.context_parallel import check_rows, divide_rows
 from launcher.models.micro_batch import IGNORED, RowPart
 from tests.micro_batches import contents
 
@@ -42,7 +42,7 @@ def refusal(model_type, size=2, *, attention=VARLEN, **config):
         model = AutoModelForCausalLM.from_config(config)
     model.config._attn_implementation = attention
     with pytest.raises(RecipeError) as error:
-        apply_context_parallel(model, SimpleNamespace(size=lambda: size), sequence_length=32)
+        check_rows(model, size, sequence_length=32)
     return str(error.value)
 
 
@@ -67,13 +67,13 @@ def test_models_without_context_parallelism_are_refused_by_name():
 )
 def test_packed_rows_that_need_a_mask_are_refused_with_the_reason(device, dtype, named):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SIZES))
-    where, group = torch.device(device), SimpleNamespace(size=lambda: 2)
+    where = torch.device(device)
     isolate_documents(model, sequence_length=32, device=where, compute_dtype=dtype)
     missing = missing_for_varlen(model, where, dtype)
     with pytest.raises(RecipeError, match=f"packed rows need {named}"):
-        apply_context_parallel(model, group, sequence_length=32, missing_for_varlen=missing)
+        check_rows(model, 2, sequence_length=32, missing_for_varlen=missing)
     with pytest.raises(RecipeError, match="not plain causal attention"):
-        apply_context_parallel(model, group, sequence_length=32)
+        check_rows(model, 2, sequence_length=32)
 
 
 def test_other_models_keep_their_attention():
@@ -88,12 +88,12 @@ def test_other_models_keep_their_attention():
     for model in models:
         drop_causal_mask(model)
     groups = [SimpleNamespace(size=lambda: 2, group_name=name) for name in ("7", "8")]
-    apply_context_parallel(models[0], groups[0], sequence_length=32)
+    divide_rows(models[0], groups[0])
     names = [attention_implementation(model) for model in models]
     assert names == [f"{DIVIDED_ROWS}_7", VARLEN]
     assert ALL_ATTENTION_FUNCTIONS[VARLEN] is varlen_attention
     teacher = copy.deepcopy(models[1])
-    apply_context_parallel(teacher, groups[1], sequence_length=32)
+    divide_rows(teacher, groups[1])
     of_groups = [
         ALL_ATTENTION_FUNCTIONS[attention_implementation(each)].args
         for each in (models[0], teacher)

@@ -1,14 +1,12 @@
 """Refusals of expert parallelism. tests/distributed/test_layouts.py trains with it."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from launcher.errors import RecipeError
-from launcher.models.experts import apply_expert_parallel, find_experts
+from launcher.models.experts import check_experts, find_experts
 
 SIZES = {
     "vocab_size": 64,
@@ -30,7 +28,7 @@ def meta_model(model_type, **config):
 def refusal(model, size=2):
     """The message with which `size` ranks are refused to divide the experts of this model."""
     with pytest.raises(RecipeError) as error:
-        apply_expert_parallel(model, SimpleNamespace(size=lambda: size))
+        check_experts(model, size)
     return str(error.value)
 
 

@@ -25,7 +25,8 @@ from launcher.models.attention import (
     use_tower_attention,
 )
 from launcher.models.build import build_model
-from launcher.models.changes import adapt, divide_rows
+from launcher.models.changes import adapt
+from launcher.models.context_parallel import check_rows
 from launcher.models.description import parts_without_text
 from launcher.models.micro_batch import IGNORED
 from launcher.models.record import record_of
@@ -204,9 +205,7 @@ def test_a_blank_image_has_gradients_in_the_same_blocks_as_images(models, family
 def test_context_parallelism_refuses_masks_that_cannot_be_divided(models):
     model = prepared(models["gemma3"])
     with pytest.raises(RecipeError, match=r"attends to images in both directions, .*; use 1"):
-        divide_rows(
-            model, None, sequence_length=64, tensor_parallel_size=1, missing_for_varlen=None
-        )
+        check_rows(model, 2, sequence_length=64)
 
 
 @pytest.mark.parametrize("family", EACH)

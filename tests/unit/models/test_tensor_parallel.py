@@ -11,7 +11,7 @@ from launcher.models.description import describe
 from launcher.models.head import Chunking, Transform, linear_cross_entropy
 from launcher.models.lora import add_adapters
 from launcher.models.nf4_layers import quantize_blocks
-from launcher.models.tensor_parallel import PlannedMesh, apply_tensor_parallel
+from launcher.models.tensor_parallel import PlannedMesh, check_layers, divide_layers
 from launcher.recipe.schema import Lora
 
 SIZES = {
@@ -34,7 +34,7 @@ def meta_model(model_type, **config):
 def refusal(model, size=2):
     """The message with which `size` ranks are refused to divide this model."""
     with pytest.raises(RecipeError) as error:
-        apply_tensor_parallel(model, PlannedMesh(size))
+        check_layers(model, size)
     return str(error.value)
 
 
@@ -74,7 +74,7 @@ def test_entries_of_plans_that_are_not_known_are_refused_not_skipped():
     assert text.endswith("use 1, and strategy.expert_parallel_size to divide the experts")
     model = meta_model("llama")
     model._tp_plan["model.layers.*.self_attn.sinks"] = "local_rowwise"
-    apply_tensor_parallel(model, PlannedMesh(2))  # no layer has that name
+    check_layers(model, 2)  # no layer has that name
     model = meta_model("llama")
     for layer in model.model.layers:
         layer.self_attn.sinks = nn.Parameter(torch.ones(4, device="meta"))
@@ -101,7 +101,7 @@ def test_layers_that_are_not_linear_and_adapters_of_the_head_are_refused():
 
 def test_each_rank_has_its_part_and_its_key_head():
     model = meta_model("qwen3", num_key_value_heads=1, head_dim=8, tie_word_embeddings=True)
-    partial = apply_tensor_parallel(model, PlannedMesh(4))
+    partial = divide_layers(model, PlannedMesh(4))
     attention = model.model.layers[0].self_attn
     shapes = {name: tuple(p.shape) for name, p in attention.named_parameters()}
     assert shapes == {

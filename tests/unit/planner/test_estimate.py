@@ -375,7 +375,7 @@ def test_prepared_models_are_copies(load):
     for prepared in (first, second):
         modules = set(prepared.model.modules())
         assert modules.issuperset(
-            [*prepared.description.blocks.values(), *sum(prepared.outer_units, ())]
+            [*prepared.description.blocks.values(), *(m for u in prepared.units for m in u.modules)]
         )
     assert not set(first.model.modules()) & set(second.model.modules())
 

@@ -10,6 +10,7 @@ import transformers
 from torch import nn
 
 from launcher.distributed.rank_layout import RankLayout
+from launcher.distributed.units import Unit
 from launcher.libraries.private import fsdp_groups
 from launcher.models.build import build_model
 from launcher.models.description import describe, outer_units
@@ -93,8 +94,10 @@ def wrapped_model(ranks, mixed=BFLOAT16, *, exact=True, checkpointing=None, one_
         model,
         Parts(
             blocks,
-            (model.embedding,),
-            (model.last, model.head),
+            [
+                Unit((model.embedding,), used_in_backward=False),
+                Unit((model.last, model.head), ends_forward=True),
+            ],
             in_float32=computes_in_float32(model, dtype) if exact else (),
         ),
         strategy=schema.Strategy(kind="fsdp", mixed_precision=mixed, **keys),
@@ -275,7 +278,7 @@ def test_experts_are_chosen_as_in_transformers(ranks, tmp_path, one_rank):
         model,
         Parts(
             blocks,
-            *outer_units(model, blocks),
+            outer_units(model, blocks),
             in_float32=computes_in_float32(model, torch.bfloat16),
         ),
         strategy=schema.Strategy(kind="fsdp"),

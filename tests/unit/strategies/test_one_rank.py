@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.checkpoint.state import model_and_optimizer
 from launcher.distributed.rank_layout import RankLayout
+from launcher.distributed.units import Unit
 from launcher.models.initialization import random_weights
 from launcher.models.names import clean_name
 from launcher.optimizers.average import averages_in_place
@@ -64,7 +65,7 @@ def wrapped_model(ranks, kind, mixed, *, one_rank=True, checkpointing=None, **op
     blocks = {f"blocks.{index}": block for index, block in enumerate(model.blocks)}
     return wrap(
         model,
-        Parts(blocks, unused=(model.tower,)),
+        Parts(blocks, [Unit((model.tower,), called=False)]),
         strategy=schema.Strategy(kind=kind, mixed_precision=mixed),
         checkpointing=checkpointing,
         one_rank=one_rank,
