@@ -140,12 +140,14 @@ class Stages(Division):
     stages_of_rank: int
     dtype: torch.dtype
     """Of computation."""
+    pipeline_blocks: Sequence[int] | None = None
+    """The number of blocks of each stage; None: balanced by time."""
     _chain: Chain | None = None
 
     def check(self, model: PreTrainedModel) -> None:
         blocks, count = describe(model).blocks, self.ranks.pipeline_parallel_size
         self._chain = chain_of(model, blocks)
-        check_stages(self._chain, count * self.stages_of_rank)
+        check_stages(len(blocks), count * self.stages_of_rank, self.pipeline_blocks)
 
     def divide(self, model: PreTrainedModel, divided: Divided) -> None:
         assert self._chain is not None
@@ -156,7 +158,7 @@ class Stages(Division):
             model,
             divided.blocks,
             chain,
-            stages_of(chain.whole, chain, links.size * self.stages_of_rank),
+            stages_of(chain.whole, chain, links.size * self.stages_of_rank, self.pipeline_blocks),
             links=links,
             dtype=self.dtype,
             device=ranks.device,
@@ -169,6 +171,7 @@ def divisions_of(
     sequence_length: int,
     missing_for_varlen: str | None,
     stages_of_rank: int,
+    pipeline_blocks: Sequence[int] | None,
     dtype: torch.dtype,
 ) -> list[Division]:
     """The divisions of a layout, in the order in which they are made. The arguments are fields of
@@ -188,7 +191,7 @@ def divisions_of(
         found.append(Layers(stage.tensor_parallel_mesh["tensor"]))
     # Last: all others read the whole model
     if ranks is not stage:
-        found.append(Stages(ranks, stages_of_rank, dtype))
+        found.append(Stages(ranks, stages_of_rank, dtype, pipeline_blocks))
     return found
 
 

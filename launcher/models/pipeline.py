@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -146,35 +147,57 @@ def shared_parameters(model: nn.Module) -> list[str]:
     return [name for name, p in every if p is not None and p is last._parameters.get(name)]
 
 
-def balanced(costs: Sequence[float], parts: int) -> list[range]:
+def ranges_of(sizes: Sequence[int]) -> list[range]:
+    """Neighbouring items in parts of these sizes."""
+    ends = [*itertools.accumulate(sizes)]
+    return [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+
+def balanced(
+    costs: Sequence[float],
+    parts: int,
+    allowed: Callable[[int, int, int], bool] = lambda part, start, end: True,
+) -> list[range] | None:
     """Neighbouring items in this number of parts, none empty, of which the most expensive is as cheap
-    as possible."""
+    as possible. allowed: whether a part, from 0, may have the items from `start` to `end` - 1. None if
+    the items cannot be divided so."""
     sums = [0.0, *itertools.accumulate(costs)]
     best: dict[tuple[int, int], tuple[float, int]] = {(0, 0): (0.0, 0)}
     for part in range(1, parts + 1):
         for end in range(part, len(costs) + 1):
-            best[part, end] = min(
-                (max(best[part - 1, start][0], sums[end] - sums[start]), start)
-                for start in range(part - 1, end)
-                if (part - 1, start) in best
-            )
-    ranges, end = list[range](), len(costs)
+            for start in range(end - 1, part - 2, -1):
+                cost, found = sums[end] - sums[start], best.get((part, end))
+                if found is not None and cost > found[0]:
+                    break  # and so do more items
+                if (before := best.get((part - 1, start))) and allowed(part - 1, start, end):
+                    best[part, end] = min((max(before[0], cost), start), found or (math.inf, 0))
+    if (parts, len(costs)) not in best:
+        return None
+    sizes, end = list[int](), len(costs)
     for part in range(parts, 0, -1):
         start = best[part, end][1]
-        ranges.append(range(start, end))
+        sizes.append(end - start)
         end = start
-    return ranges[::-1]
+    return ranges_of(sizes[::-1])
 
 
-def check_stages(chain: Chain, count: int) -> None:
-    """Raises RecipeError if a model has fewer blocks than stages."""
-    if count > len(chain.blocks):
-        raise RecipeError(f"{KEY}: {count} stages, but the model has {len(chain.blocks)} blocks")
+def check_stages(blocks: int, stages: int, blocks_of_stages: Sequence[int] | None) -> None:
+    """Raises RecipeError if a model with this number of blocks cannot have these stages."""
+    if stages > blocks:
+        raise RecipeError(f"{KEY}: {stages} stages, but the model has {blocks} blocks")
+    if blocks_of_stages is not None and (total := sum(blocks_of_stages)) != blocks:
+        what = f"the numbers add up to {total}, but the model has {blocks} blocks"
+        raise RecipeError(f"strategy.pipeline_blocks: {what}")
 
 
-def stages_of(model: nn.Module, chain: Chain, count: int) -> list[range]:
-    """The blocks of each stage, by their cost: the parameters that a token uses. The head counts as
-    a part of the last block; the embedding, in which a token looks up one row, does not."""
+def stages_of(
+    model: nn.Module, chain: Chain, count: int, blocks_of_stages: Sequence[int] | None = None
+) -> list[range]:
+    """The blocks of each stage, if their numbers are not given by their cost: the parameters that a token
+    uses. The head counts as a part of the last block; the embedding, in which a token looks up one
+    row, does not."""
+    if blocks_of_stages is not None:
+        return ranges_of(blocks_of_stages)
     config = text_config(model)
     experts = next((n for key in _EXPERT_COUNTS if (n := largest_of_layers(config, key))), 1)
     used = (experts_of_token(config) or experts) / experts
@@ -187,7 +210,9 @@ def stages_of(model: nn.Module, chain: Chain, count: int) -> list[range]:
 
     costs = [cost(name) for name in chain.blocks]
     costs[-1] += sum(map(cost, chain.after))
-    return balanced(costs, count)
+    found = balanced(costs, count)
+    assert found is not None  # `check_stages` has been called
+    return found
 
 
 class _Elsewhere(nn.Module):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from launcher.distributed.rank_layout import PARALLEL_SIZES, Dimension, layout_sizes
+from launcher.distributed.rank_layout import PARALLEL_SIZES, PIPELINE, Dimension, layout_sizes
 from launcher.planner.machine import Machine
 from launcher.planner.memory import Plan
 from launcher.planner.recipe_values import has_reductions_to_choose, micro_batches_of
@@ -139,9 +139,10 @@ def _without_logits(recipe: Recipe) -> Recipe:
 
 
 def _in_groups(strategy: Strategy, written: Recipe) -> Strategy:
-    """The strategy with the written `PARALLEL_KEYS`, which `variants` does not vary."""
-    sizes: Any = {key: getattr(written.strategy, key) for key in PARALLEL_KEYS}
-    return dataclasses.replace(strategy, **sizes)
+    """The strategy with the written `PARALLEL_KEYS` and stages, which `variants` does not vary."""
+    keys = (*PARALLEL_KEYS, "pipeline_schedule", "pipeline_blocks")
+    kept: Any = {key: getattr(written.strategy, key) for key in keys}
+    return dataclasses.replace(strategy, **kept)
 
 
 def larger_sizes(written: Recipe, machine: Machine) -> Iterator[tuple[Dimension, list[Recipe]]]:
@@ -151,8 +152,12 @@ def larger_sizes(written: Recipe, machine: Machine) -> Iterator[tuple[Dimension,
     for each in PARALLEL_SIZES:
         before, recipes = getattr(written.strategy, each.key), list[Recipe]()
         most = machine.nodes if each.across_nodes else machine.gpus_per_node
-        for size in (n for n in range(before + 1, most + 1) if most % n == 0):
+        sizes = [n for n in range(before + 1, most + 1) if most % n == 0]
+        schedules = ("1f1b", "interleaved_1f1b") if each is PIPELINE else (None,)
+        for size, schedule in itertools.product(sizes, schedules):
             changed: Any = {each.key: size}
+            if schedule is not None:
+                changed |= {"pipeline_schedule": schedule, "pipeline_blocks": None}
             strategy = dataclasses.replace(written.strategy, **changed)
             recipe = next(smallest(dataclasses.replace(written, strategy=strategy), machine))
             if excluded_by(recipe, "model.compile", "true"):

@@ -69,8 +69,7 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     notes = (*estimated.notes, *_experts_note(work, machine))
     notes += (*_teacher_note(recipe, machine),)
     if work.pipeline:
-        note = "estimated, good to some 10 %: stages of a pipeline are not traced"
-        return dataclasses.replace(estimated, notes=(note, *notes))
+        return dataclasses.replace(estimated, notes=(*_stage_notes(work, machine), *notes))
     key = _key(recipe, machine)
     try:
         if key not in _STEPS:
@@ -259,6 +258,19 @@ def _teacher_note(recipe: Recipe, machine: Machine) -> Iterator[str]:
         "the larger of the two peaks, and so does the plan. The predictions take "
         f"{8 * settings.top_k:,} bytes for each token with loss in run.dir"
     )
+
+
+def _stage_notes(work: Work, machine: Machine) -> Iterator[str]:
+    """Notes on the memory of the stages of a pipeline."""
+    yield "estimated, good to some 10 %: stages of a pipeline are not traced"
+    stages = [
+        (estimated_plan(stage, machine).needed, len(stage.profile.block_classes))
+        for stage in work.pipeline
+    ]
+    both = [f"{bytes_as_text(needed)} with {blocks} blocks" for needed, blocks in stages]
+    between = [*zip(stages, both, strict=True)][1:-1]
+    most = f", between them at most {max(between)[1]}" if between else ""
+    yield f"a GPU of the first rank of the pipeline needs {both[0]}, of the last one {both[-1]}{most}"
 
 
 def _experts_note(work: Work, machine: Machine) -> Iterator[str]:

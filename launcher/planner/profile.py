@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -14,7 +15,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from launcher.errors import RecipeError
 from launcher.models.description import (
     embeddings,
     experts_of_token,
@@ -25,8 +25,7 @@ from launcher.models.description import (
 from launcher.models.experts import find_experts
 from launcher.models.head import computes_loss
 from launcher.models.nf4 import shapes
-from launcher.models.pipeline import KEY as PIPELINE
-from launcher.models.pipeline import balanced
+from launcher.models.pipeline import balanced, check_stages, ranges_of
 from launcher.models.precision import computes_in_float32
 from launcher.models.record import record_of
 from launcher.models.tensor_parallel import (
@@ -287,22 +286,42 @@ class ModelProfile:
         return sum(group.trained for group in self.groups)
 
 
-def rank_profile(profile: ModelProfile, rank: int, *, ranks: int, chunks: int) -> ModelProfile:
-    """The profile of what one of the ranks of a pipeline has: its stages, `chunks` of them. Raises
-    RecipeError if there are fewer blocks than stages."""
-    blocks = [profile.classes[kind] for kind in profile.block_classes]
-    count = ranks * chunks
-    if count > len(blocks):
-        raise RecipeError(f"{PIPELINE}: {count} stages, but the model has {len(blocks)} blocks")
-    costs = [float(block.used(profile.experts)) for block in blocks]
+def costs_of_blocks(profile: ModelProfile) -> list[float]:
+    """What the blocks compute, in relation to each other; the last one with the head. See
+    `launcher.models.pipeline.stages_of`."""
+    costs = [float(profile.classes[kind].used(profile.experts)) for kind in profile.block_classes]
     costs[-1] += profile.root.count
-    parts = balanced(costs, count)
-    own = [part for stage, part in enumerate(parts) if stage % ranks == rank]
-    first, last, empty = rank == 0, rank == ranks - 1, WeightGroup((), profile.root.adapted)
+    return costs
+
+
+def stages_of_profile(
+    profile: ModelProfile, count: int, blocks_of_stages: Sequence[int] | None
+) -> list[range]:
+    """The blocks of each of the stages of a pipeline. Raises RecipeError if the model cannot have
+    them."""
+    check_stages(len(profile.block_classes), count, blocks_of_stages)
+    if blocks_of_stages is not None:
+        return ranges_of(blocks_of_stages)
+    return _balanced(tuple(costs_of_blocks(profile)), count)
+
+
+@functools.cache
+def _balanced(costs: tuple[float, ...], count: int) -> list[range]:
+    found = balanced(costs, count)
+    assert found is not None
+    return found
+
+
+def profile_of_blocks(
+    profile: ModelProfile, blocks: Sequence[int], *, first: bool, last: bool
+) -> ModelProfile:
+    """The profile of what a rank of a pipeline has: the blocks with these numbers; `first` and `last` say
+    whether it has the first and the last stage."""
+    empty = WeightGroup((), profile.root.adapted)
     tied = not profile.embedding.count  # then the root has the weight of both
     return dataclasses.replace(
         profile,
-        block_classes=tuple(profile.block_classes[index] for part in own for index in part),
+        block_classes=tuple(profile.block_classes[index] for index in blocks),
         embedding=profile.embedding if first else empty,
         root=profile.root if last or (first and tied) else empty,
         unused=profile.unused if first else empty,

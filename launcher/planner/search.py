@@ -24,9 +24,10 @@ from launcher.planner.candidates import (
 )
 from launcher.planner.machine import Machine
 from launcher.planner.plan import estimated_plan, make_plan, trace_ahead
-from launcher.planner.profile import profile_model
+from launcher.planner.profile import ModelProfile, profile_model
 from launcher.planner.recipe_values import has_reductions_to_choose
 from launcher.planner.speed import estimate_time
+from launcher.planner.stages import blocks_that_fit
 from launcher.planner.work import Work
 from launcher.recipe.rules import check
 from launcher.recipe.schema import Lora, Recipe
@@ -76,7 +77,7 @@ def search_configurations(
     search = _Search(recipe, machine)
     estimated = search.estimate(recipe)
     every = variants(recipe, machine, compiles=True, logits=True)
-    evaluated = [search.estimate(variant) for variant in every]
+    evaluated = [search.with_stages_that_fit(search.estimate(variant)) for variant in every]
     evaluated_count = len(evaluated)
     search.trace_ahead([estimated, *search.likely(evaluated)[: traced + 1]])
     written = search.trace(estimated)
@@ -195,16 +196,18 @@ class _Search:
 
     def estimate(self, recipe: Recipe) -> Configuration:
         """A configuration with its estimated memory and time."""
-        profile = self._profile
-        if recipe.strategy.tensor_parallel_size != self._written.strategy.tensor_parallel_size:
-            profile = profile_model(recipe, device=self._machine.device)
-        work = Work(profile, recipe, ranks=self._machine.ranks)
+        work = Work(self._profile_of(recipe), recipe, ranks=self._machine.ranks)
         return Configuration(
             recipe=recipe,
             plan=estimated_plan(work, self._machine),
             seconds=estimate_time(work, self._machine),
             overrides=overrides_between(self._written, recipe),
         )
+
+    def _profile_of(self, recipe: Recipe) -> ModelProfile:
+        if recipe.strategy.tensor_parallel_size != self._written.strategy.tensor_parallel_size:
+            return profile_model(recipe, device=self._machine.device)
+        return self._profile
 
     def trace(self, estimated: Configuration) -> Configuration:
         """The configuration with a traced plan."""
@@ -293,7 +296,18 @@ class _Search:
             estimates = [self.estimate(each) for each in every]
         except RecipeError:
             return []
-        return [one for one in estimates if not one.offloads]
+        return [self.with_stages_that_fit(one) for one in estimates if not one.offloads]
+
+    def with_stages_that_fit(self, estimated: Configuration) -> Configuration:
+        """A configuration, with other numbers of blocks in its stages if only so each stage fits."""
+        if estimated.recipe.strategy.pipeline_parallel_size == 1 or self.may_fit(estimated):
+            return estimated
+        work = Work(self._profile_of(estimated.recipe), estimated.recipe, ranks=self._machine.ranks)
+        blocks = blocks_that_fit(work, self._machine)
+        if blocks is None:
+            return estimated
+        strategy = dataclasses.replace(estimated.recipe.strategy, pipeline_blocks=blocks)
+        return self.estimate(dataclasses.replace(estimated.recipe, strategy=strategy))
 
     def fastest_of(self, groups: Iterable[Sequence[Configuration]]) -> list[Configuration]:
         """The fastest of each group, if it fits and the model supports it."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,11 +17,11 @@ from launcher.distributed.rank_layout import layout_sizes
 from launcher.models.head import chunk_width
 from launcher.models.nf4 import AT_ONCE
 from launcher.optimizers.offload import BUCKET
-from launcher.planner.profile import ModelProfile, WeightGroup, rank_profile
+from launcher.planner.profile import ModelProfile, WeightGroup, profile_of_blocks, stages_of_profile
 from launcher.planner.recipe_values import micro_batches_of
 from launcher.recipe.schema import Optimizer, Recipe
 from launcher.strategies.base import compute_dtype
-from launcher.strategies.pipeline import STAGES_OF_RANK, schedule
+from launcher.strategies.pipeline import schedule
 from launcher.training.operators import Saved, share_of_budget
 
 STATE_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2 * (1 + 4 / 256), "sgd": 4, "adafactor": 0}
@@ -196,29 +198,43 @@ class Work:
     @cached_property
     def pipeline(self) -> list[Work]:
         """The work of a rank of each stage that differs; empty without pipeline parallelism."""
-        size, chunks = self.strategy.pipeline_parallel_size, self.chunks
+        strategy = self.strategy
+        size = strategy.pipeline_parallel_size
         if size == 1 or self.ddp:
             return []
-        alone = dataclasses.replace(
-            self.strategy, pipeline_parallel_size=1, pipeline_schedule="1f1b"
+        count = size * self.chunks
+        stages, found = (
+            stages_of_profile(self.profile, count, strategy.pipeline_blocks),
+            list[Work](),
         )
-        recipe, found = dataclasses.replace(self.recipe, strategy=alone), list[Work]()
+        seen = set[tuple[object, ...]]()
         for rank in range(size):
-            part = rank_profile(self.profile, rank, ranks=size, chunks=chunks)
-            if any(part == work.profile for work in found):
-                continue  # of stages that are alike, the first one has the most in flight
-            passes = schedule(self.micro_batches, rank=rank, ranks=size, chunks=chunks)
-            begun = itertools.accumulate(1 if each.forward else -1 for each in passes)
-            flying = max(begun) / chunks
-            head = rank == size - 1
-            ranks = self.ranks // size
-            found.append(Work(part, recipe, ranks=ranks, in_flight=flying, head=head))
+            blocks = [*itertools.chain(*stages[rank::size])]
+            kinds = Counter(self.profile.block_classes[index] for index in blocks)
+            alike = (rank == 0, rank == size - 1, *sorted(kinds.items()))
+            if alike not in seen:  # of stages that are alike, the first one has the most in flight
+                found.append(self.of_rank(rank, blocks))
+            seen.add(alike)
         return found
+
+    def of_rank(self, rank: int, blocks: Sequence[int]) -> Work:
+        """The work of a rank of a pipeline, by its number along the stages, that has these blocks."""
+        size, chunks = self.strategy.pipeline_parallel_size, self.chunks
+        passes = schedule(self.micro_batches, rank=rank, ranks=size, chunks=chunks)
+        begun = itertools.accumulate(1 if each.forward else -1 for each in passes)
+        last = rank == size - 1
+        part = profile_of_blocks(self.profile, blocks, first=rank == 0, last=last)
+        alone = dataclasses.replace(
+            self.strategy, pipeline_parallel_size=1, pipeline_schedule="1f1b", pipeline_blocks=None
+        )
+        recipe = dataclasses.replace(self.recipe, strategy=alone)
+        in_flight = max(begun) / chunks
+        return Work(part, recipe, ranks=self.ranks // size, in_flight=in_flight, head=last)
 
     @property
     def chunks(self) -> int:
         """Stages of a rank."""
-        return STAGES_OF_RANK[self.strategy.pipeline_schedule]
+        return self.strategy.stages_of_rank
 
     def _block(self, kind: int, weights: WeightGroup) -> BlockCost:
         """The forward pass of a block of this class."""

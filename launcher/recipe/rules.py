@@ -780,6 +780,17 @@ def _pipeline_schedule(recipe: Recipe) -> Found:
     strategy = recipe.strategy
     if strategy.pipeline_schedule != "1f1b" and strategy.pipeline_parallel_size == 1:
         yield "strategy.pipeline_schedule", f"needs-{_PIPELINE}", f"needs {_PIPELINE} above 1"
+    if strategy.pipeline_blocks is None:
+        return
+    key, count = "strategy.pipeline_blocks", len(strategy.pipeline_blocks)
+    if strategy.pipeline_parallel_size == 1:
+        yield key, f"needs-{_PIPELINE}", f"needs {_PIPELINE} above 1"
+    elif count != (stages := strategy.pipeline_parallel_size * strategy.stages_of_rank):
+        yield (
+            key,
+            "one-for-each-stage",
+            f"has {count} numbers for {stages} stages; give one for each",
+        )
 
 
 _RULES = (

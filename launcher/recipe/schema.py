@@ -445,6 +445,10 @@ class Strategy(Section):
     pipeline_schedule: Literal["1f1b", "interleaved_1f1b"] = "1f1b"
     """1f1b: a rank has one stage. interleaved_1f1b: a rank has two, of half the blocks; ranks wait half
     as long for each other, and exchange twice as much."""
+    pipeline_blocks: tuple[PositiveInt, ...] | None = None
+    """The number of blocks of each stage, in order. null: the stages compute about equally long. The
+    first stages need most memory for activations: `launcher plan` says where fewer blocks let them
+    fit."""
     context_parallel_size: PositiveInt = 1
     """Context parallel ranks: each computes a part of the tokens of the same sequences and, in
     attention, a part of the heads (Ulysses). fsdp shards parameters over them too. 1: off."""
@@ -463,6 +467,11 @@ class Strategy(Section):
         """`reshard_after_forward`. In a recipe that is not resolved, as a plan's candidates, auto is
         true: it needs less memory."""
         return self.reshard_after_forward is not False
+
+    @property
+    def stages_of_rank(self) -> int:
+        """The number of stages of a pipeline that each rank has."""
+        return 2 if self.pipeline_schedule == "interleaved_1f1b" else 1
 
     @property
     def syncs_every_micro_batch(self) -> bool:

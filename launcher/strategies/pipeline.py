@@ -20,8 +20,6 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.strategies.base import NormGroup, WrappedModel, local_gradient
 
 _T = TypeVar("_T")
-STAGES_OF_RANK = {"1f1b": 1, "interleaved_1f1b": 2}
-"""Stages of each rank, by strategy.pipeline_schedule."""
 
 
 @dataclass(frozen=True)
@@ -245,7 +243,7 @@ class Pipelined(WrappedModel):
         """Runs this rank's passes of a step. The sum of the losses is that of the last stage, and 0 on
         the other ranks."""
         staged, size = self.staged, self.staged.links.size
-        chunks = STAGES_OF_RANK[self._name]
+        chunks = len(staged.own)
         stop = stop_reached
         if chunks > 1:  # ranks would wait for each other if they stopped within a step
             if stop_reached():

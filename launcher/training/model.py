@@ -54,7 +54,7 @@ from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
 from launcher.strategies.activation_checkpointing import Kept
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
-from launcher.strategies.pipeline import STAGES_OF_RANK, Pipelined
+from launcher.strategies.pipeline import Pipelined
 from launcher.strategies.wrap import REAL, Parts, Wrappers, wrap
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,8 @@ class PreparedModel:
             ranks,
             sequence_length=recipe.data.row_length,
             missing_for_varlen=self.missing_for_varlen,
-            stages_of_rank=STAGES_OF_RANK[recipe.strategy.pipeline_schedule],
+            stages_of_rank=recipe.strategy.stages_of_rank,
+            pipeline_blocks=recipe.strategy.pipeline_blocks,
             dtype=self.compute_dtype,
         )
         model: Any = self.model

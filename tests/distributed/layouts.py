@@ -105,6 +105,7 @@ VARIANTS = {
     "pipeline 2": [PP + "2"],
     "pipeline 4": [PP + "4"],
     "pipeline 2, not packed": [PP + "2", UNPACKED],
+    "pipeline 2, 1 and 3 blocks": [PP + "2", "strategy.pipeline_blocks=[1, 3]"],
     "pipeline 2, weighted": [PP + "2", WEIGHTED],
     "pipeline 2, 2 copies": [PP + "2", _COPIES],
     "pipeline 2, tensor 2": [PP + "2", TP + "2"],

@@ -28,6 +28,7 @@ from launcher.planner.search import (
     search_configurations,
 )
 from launcher.planner.speed import estimate_time, tokens_per_step
+from launcher.planner.stages import blocks_that_fit
 from launcher.planner.work import Work
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import ActivationCheckpointing, Lora
@@ -566,7 +567,8 @@ def test_sizes_are_those_that_the_rules_allow(load):
     none = {"pipeline": [], "context": [], "expert": [], "tensor": []}
     sizes = [2, 4, 8]
     assert found() == none | {"context": sizes, "expert": sizes, "tensor": sizes}
-    assert found(gpus=1, nodes=8) == none | {"pipeline": sizes}
+    of_schedules = [2, 2, 4, 4, 8, 8]  # that a model has too few blocks is found later
+    assert found(gpus=1, nodes=8) == none | {"pipeline": of_schedules}
     assert found("optimizer.name=adafactor") == none | {"context": sizes}
     assert found("optimizer.name=muon") == none | {"context": sizes, "expert": sizes}
     more = found("strategy.tensor_parallel_size=2", "batch.global_batch_size=32")
@@ -586,6 +588,30 @@ def test_stages_are_tried_where_the_network_is_slow(load, estimated_plans):
 
     assert fastest(1e9).pipeline_parallel_size == 4
     assert fastest(400e9).pipeline_parallel_size == 1
+
+
+def test_fewer_blocks_in_the_first_stages_where_only_they_fit(load):
+    """The first of four stages holds the activations of four micro-batches."""
+    blocks = ["model.config.num_hidden_layers=16", "strategy.pipeline_parallel_size=4"]
+    long = ["data.sequence_length=2048", "batch.global_batch_size=64", "batch.micro_batch_size=1"]
+    recipe = load(*blocks, *long)
+
+    def needed(on, pipeline_blocks=None):
+        strategy = dataclasses.replace(recipe.strategy, pipeline_blocks=pipeline_blocks)
+        changed = concrete(dataclasses.replace(recipe, strategy=strategy), on)
+        work = Work(profile_model(changed, device="cuda"), changed, ranks=on.ranks)
+        return work, [estimated_plan(stage, on).needed for stage in work.pipeline]
+
+    roomy = machine(gpus=1, nodes=4)
+    work, each = needed(roomy)
+    assert [len(stage.profile.block_classes) for stage in work.pipeline][0] > 1
+    memory = int(0.95 * max(each))
+    small = dataclasses.replace(roomy, memory=memory)
+    found = blocks_that_fit(work, small)
+    assert sum(found) == 16
+    assert found[0] < found[2]
+    assert max(needed(small, found)[1]) <= memory
+    assert blocks_that_fit(work, dataclasses.replace(roomy, memory=memory // 8)) is None
 
 
 @pytest.mark.slow

@@ -164,6 +164,10 @@ IN_ARGUMENTS = r"""
 2 | strategy.pipeline_parallel_size=2 & model.chunked_loss=false | strategy.pipeline_parallel_size/needs-model.chunked_loss
 2 | strategy.pipeline_parallel_size=2 & model.builder=a.b:c & model.config=null | strategy.pipeline_parallel_size/not-with-model.builder
 2 | strategy.pipeline_schedule=interleaved_1f1b | /needs-strategy.pipeline_parallel_size
+2 | strategy.pipeline_blocks=[1, 3] | /needs-strategy.pipeline_parallel_size
+2 | strategy.pipeline_parallel_size=2 & strategy.pipeline_blocks=[1, 2, 1] | /one-for-each-stage
+4 | strategy.pipeline_parallel_size=2 & strategy.pipeline_schedule=interleaved_1f1b & strategy.pipeline_blocks=[1, 3] | /one-for-each-stage
+2 | strategy.pipeline_parallel_size=2 & strategy.pipeline_blocks=[0, 4] | strategy.pipeline_blocks[0]/range
 2 | strategy.pipeline_parallel_size=2 & strategy.pipeline_schedule=zero_bubble | strategy.pipeline_schedule/choice
 4 | strategy.context_parallel_size=-2 | /range
 4 | strategy.context_parallel_size=3 | /does-not-divide-ranks

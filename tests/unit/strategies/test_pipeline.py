@@ -1,6 +1,7 @@
 """The order of a pipeline's passes, and what each rank holds."""
 
 import itertools
+from random import Random
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from launcher.errors import RecipeError
 from launcher.models.description import describe
 from launcher.models.new_rows import add_new_rows, grow_vocabulary
-from launcher.models.pipeline import balanced, chain_of, shared_parameters
+from launcher.models.pipeline import balanced, chain_of, ranges_of, shared_parameters
 from launcher.strategies.pipeline import schedule
 
 SIZES = [
@@ -108,6 +109,37 @@ def test_blocks_are_divided_so_that_the_largest_part_is_as_small_as_possible(
     costs, parts, expected
 ):
     assert balanced(costs, parts) == expected
+
+
+def test_parts_are_those_that_are_allowed():
+    def short(part, start, end):
+        return part > 0 or end - start == 1
+
+    assert balanced([1] * 4, 2, short) == [range(1), range(1, 4)]
+    assert balanced([1] * 4, 2, lambda part, start, end: end - start < 2) is None
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_other_division_is_better(seed):
+    random = Random(seed)
+    costs = [random.choice([1, 1.5, 2, 4]) for _ in range(random.randint(2, 8))]
+    parts = random.randint(1, len(costs))
+    most = [random.randint(1, 4) for _ in range(parts)]
+
+    def allowed(part, start, end):
+        return end - start <= most[part]
+
+    def slowest(ranges):
+        return max(sum(costs[index] for index in part) for part in ranges)
+
+    sizes = itertools.product(*(range(1, n + 1) for n in most))
+    every = [ranges_of(each) for each in sizes if sum(each) == len(costs)]
+    found = balanced(costs, parts, allowed)
+    if not every:
+        assert found is None
+    else:
+        assert found in every
+        assert slowest(found) == min(map(slowest, every))
 
 
 _SIZES = {
