@@ -33,6 +33,7 @@ from launcher.distributed.environment import (
     provide_caches,
     read_environment,
     set_compile_cache,
+    too_few_open_files,
 )
 from launcher.distributed.spawn import end_process
 from launcher.errors import (
@@ -63,6 +64,8 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
         environment = read_environment()
         provide_caches()
         prepare_openmp()
+        if environment.main and (problem := too_few_open_files(environment.world_size)):
+            raise RecipeError(problem)
         guard = StartGuard(stop, environment)
         if finished := finished_run(arguments):
             if environment.main:

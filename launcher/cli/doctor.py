@@ -75,6 +75,7 @@ def doctor(
     checks: node_checks.Checks = {
         "expected_gpus": gpus or (int(granted) if granted.isdigit() else None),
         "ranks": ranks,
+        "all_ranks": ranks and ranks * int(os.environ.get("SLURM_JOB_NUM_NODES", "1")),
         "runs": runs,
         "shared": shared,
         "port": port,
@@ -97,7 +98,7 @@ def _examine_group(
     checks: node_checks.Checks, environment: Environment, file: Path | None, *, quick: bool
 ) -> int:
     """Under torchrun: the ranks of all nodes check and measure together."""
-    checks["ranks"] = environment.local_world_size
+    checks["ranks"], checks["all_ranks"] = environment.local_world_size, environment.world_size
     from launcher.diagnostics import group_checks  # imports torch
 
     report = group_checks.run(node=None if quick else checks, quick=quick)

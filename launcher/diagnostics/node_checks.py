@@ -18,8 +18,14 @@ from launcher.diagnostics import gpus
 from launcher.diagnostics.findings import Finding, Versions
 from launcher.diagnostics.gpus import GIB
 from launcher.distributed import host_memory
+from launcher.distributed.environment import (
+    FILES_OF_RANK,
+    open_files_needed,
+    too_few_open_files,
+)
 from launcher.files import write_file
 
+_FEW_FILES = 4096
 _SHARED_SECONDS = 10
 """A file in the shared folder must be written and read again within this time."""
 
@@ -70,8 +76,23 @@ def _rated(name: str, value: float, text: str, *, bad: float, warning: float) ->
     return Finding(name, "bad" if value < bad else "warning" if value < warning else "good", text)
 
 
-def host_findings(*, ranks: int | None) -> Iterator[Finding]:
-    """Memory, cores, shared memory and limits."""
+def _open_files(ranks: int) -> Finding:
+    """The limit of open files. The launcher raises the soft limit of its processes to the hard one."""
+    if (problem := too_few_open_files(ranks)) is not None:
+        return Finding("open files", "bad", problem)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY in (soft, hard):
+        return Finding("open files", "good", "no limit")
+    most = max(soft, hard)
+    text = f"a process may have {most:,} open (ulimit -Hn)"
+    if most < _FEW_FILES:
+        return Finding("open files", "warning", f"{text}; 65,536 is usual")
+    enough = (most - open_files_needed(0)) // FILES_OF_RANK
+    return Finding("open files", "good", f"{text}, enough for {enough:,} ranks")
+
+
+def host_findings(*, ranks: int | None, all_ranks: int | None = None) -> Iterator[Finding]:
+    """Memory, cores, shared memory and limits. ranks: of this node. all_ranks: of all nodes."""
     whole, available = host_memory.allowed() or 0, host_memory.available() or 0
     text = f"{bytes_as_text(available)} of {bytes_as_text(whole)} available"
     yield _rated("host memory", available, text, bad=GIB, warning=whole // 4)
@@ -84,10 +105,7 @@ def host_findings(*, ranks: int | None) -> Iterator[Finding]:
         text += ": loader processes pass batches through it; "
         text += "in a container start with --ipc=host or --shm-size=8g"
     yield _rated("/dev/shm", shared, text, bad=60 * 1024**2, warning=GIB)
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if files < 4096:
-        text = f"a process may have {files:,} open: ulimit -n 65536"
-        yield _rated("open files", files, text, bad=256, warning=4096)
+    yield _open_files(all_ranks or ranks)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if locked != resource.RLIM_INFINITY and Path("/sys/class/infiniband").is_dir():
         text = f"a process may lock {bytes_as_text(locked)}, but InfiniBand locks all that it "
@@ -116,6 +134,9 @@ class Checks(TypedDict):
 
     expected_gpus: int | None
     ranks: int | None
+    """Of this node."""
+    all_ranks: int | None
+    """Of all nodes."""
     runs: Path
     shared: Path | None
     port: int
@@ -130,7 +151,7 @@ def examine(**checks: Unpack[Checks]) -> tuple[list[Finding], Versions]:
         *gpus.gpu_findings(
             nvml, torch, visible=checks["visible"], expected=checks["expected_gpus"]
         ),
-        *host_findings(ranks=checks["ranks"]),
+        *host_findings(ranks=checks["ranks"], all_ranks=checks["all_ranks"]),
         *place_findings(runs=checks["runs"], shared=checks["shared"], port=checks["port"]),
     ]
     return findings, gpus.versions(nvml, torch)

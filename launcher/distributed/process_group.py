@@ -19,7 +19,12 @@ from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from launcher.distributed import host_memory
-from launcher.distributed.environment import REPORT_SECONDS, Environment, user_sets_threads
+from launcher.distributed.environment import (
+    REPORT_SECONDS,
+    Environment,
+    allow_open_files,
+    user_sets_threads,
+)
 from launcher.distributed.network import interface_to
 from launcher.distributed.rank_layout import RankLayout
 from launcher.distributed.torchrun import LOOPBACK, listen, store_address
@@ -185,6 +190,7 @@ def process_group(
     if environment.world_size == 1 and not environment.torchrun:
         store = HashStore()
     else:
+        allow_open_files(environment)
         store = _meet(environment, seconds=init_timeout)
         _prepare_gloo(environment)
     chosen = choose_device(environment, store, device)

@@ -131,7 +131,13 @@ def test_hanging_driver_is_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("FAKE_NVML", json.dumps({"driver": "570", "gpus": [gpu(0)]}))
     findings, versions = node_checks.examine(
-        expected_gpus=None, ranks=2, runs=tmp_path, shared=tmp_path, port=0, visible=None
+        expected_gpus=None,
+        ranks=2,
+        all_ranks=2,
+        runs=tmp_path,
+        shared=tmp_path,
+        port=0,
+        visible=None,
     )
     assert {"torch", "GPUs", "host memory", "cores", "network"} <= {
         finding.name for finding in findings
@@ -169,8 +175,8 @@ def test_gpus_unusable_by_torch_are_reported(nvml, torch, expected_text):
         ("available", GIB // 2, "bad", "512.0 MiB of 100.0 GiB"),
         ("cores", 4, "warning", "4, fewer than 8 ranks"),
         ("free", 40 * MIB, "bad", "--shm-size=8g"),
-        (resource.RLIMIT_NOFILE, 1024, "warning", "ulimit -n"),
-        (resource.RLIMIT_NOFILE, 128, "bad", "ulimit -n"),
+        (resource.RLIMIT_NOFILE, 1024, "warning", "1,024 open (ulimit -Hn); 65,536 is usual"),
+        (resource.RLIMIT_NOFILE, 128, "bad", "8 ranks need 532"),
         (resource.RLIMIT_MEMLOCK, 8 * MIB, "bad", "ulimit -l unlimited"),
     ],
 )

@@ -5,6 +5,7 @@ The tests pass the variables as an argument and do not change the environment.
 
 import dataclasses
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -19,14 +20,16 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from launcher.distributed import environment, process_group
 from launcher.distributed.environment import (
     Environment,
+    allow_open_files,
     cache_folder,
     prepare_cuda,
     prepare_nccl,
     prepare_openmp,
     provide_caches,
     read_environment,
+    too_few_open_files,
 )
-from launcher.errors import RecipeError
+from launcher.errors import EXIT_USAGE, RecipeError
 
 RENDEZVOUS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
 TORCHRUN = {
@@ -295,6 +298,63 @@ def test_a_cache_that_others_can_write_to_is_refused(temporary):
     temporary.symlink_to(temporary.parent)
     with pytest.raises(RecipeError, match="set XDG_CACHE_HOME"):
         provide_caches({"HOME": "/no/such/folder"})
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """The limits of open files by process, which `prlimit` changes."""
+    found = {0: (1024, 4096), 7: (1024, 1_048_576)}
+
+    def prlimit(process, what, new=None):
+        before = found[process]
+        found[process] = before if new is None else new
+        return before
+
+    monkeypatch.setattr(resource, "prlimit", prlimit)
+    monkeypatch.setattr(resource, "getrlimit", lambda what: found[0])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "torchrun", "agent"),
+    [(0, True, 65536), (1, True, 1024), (0, False, 1024)],
+)
+def test_the_limit_of_open_files_is_raised_for_a_rank_and_its_agent(
+    limits, local_rank, torchrun, agent
+):
+    allow_open_files(Environment(local_rank=local_rank, torchrun=torchrun, parent=7))
+    assert limits == {0: (4096, 4096), 7: (agent, 1_048_576)}
+
+
+def test_many_ranks_get_a_higher_limit(limits):
+    allow_open_files(Environment(world_size=50_000, torchrun=True, parent=7))
+    assert limits[7][0] == 4 * 50_000 + 500
+
+
+def test_a_start_with_too_few_open_files_is_refused(limits):
+    assert too_few_open_files(64) is None
+    problem = too_few_open_files(1024)
+    assert problem.startswith("a process may have 4,096 files open (ulimit -Hn), and 1,024 ranks ")
+    limits[0] = (1024, resource.RLIM_INFINITY)
+    assert too_few_open_files(1024) is None
+
+
+def test_rank_0_says_so_before_the_ranks_meet(tmp_path):
+    """They would try again for run.init_timeout."""
+    rank = {"RANK": "0", "WORLD_SIZE": "1024", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "8"}
+    rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501", "HOME": str(tmp_path)}
+    limited = ["bash", "-c", 'ulimit -n 1024; exec "$@"', "bash"]
+    train = [sys.executable, "-m", "launcher.train", "recipe=fsdp", f"run.dir={tmp_path / 'run'}"]
+    ended = subprocess.run(
+        [*limited, *train],
+        env=os.environ | rank,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == EXIT_USAGE, ended.stderr
+    assert "1,024 ranks need 4,596 in the first one" in ended.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_openmp_threads_sleep_soon_unless_the_user_says_how_they_wait():

@@ -604,7 +604,6 @@ def test_fewer_blocks_in_the_first_stages_where_only_they_fit(load):
 
     roomy = machine(gpus=1, nodes=4)
     work, each = needed(roomy)
-    assert [len(stage.profile.block_classes) for stage in work.pipeline][0] > 1
     memory = int(0.95 * max(each))
     small = dataclasses.replace(roomy, memory=memory)
     found = blocks_that_fit(work, small)
