@@ -93,7 +93,7 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
         return _refuse(error, environment, stop)
     prepare_cuda(deterministic=loaded.recipe.run.deterministic)
     prepare_nccl(run.log, hang_timeout=loaded.recipe.run.hang_timeout)
-    set_compile_cache(cache_folder(loaded.recipe.data.cache))
+    set_compile_cache(cache_folder(loaded.recipe.data.cache), environment)
     # torch's import creates a million objects that stay alive. Searching them for garbage again and
     # again takes a tenth of the start; frozen, they are never searched.
     gc.disable()

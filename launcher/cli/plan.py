@@ -22,7 +22,7 @@ from typing import Annotated
 from launcher.cli.app import Overrides, flag, make_parent_of_file, option, read_size
 from launcher.console import working
 from launcher.distributed import host_memory as memory_here
-from launcher.distributed.environment import cache_folder, set_compile_cache
+from launcher.distributed.environment import Environment, cache_folder, set_compile_cache
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, RecipeError, TrainingError
 from launcher.planner import machine as machines
 from launcher.planner.formatting import as_text
@@ -110,7 +110,7 @@ def plan(
         measure=measure,
         quiet=print_json,
     )
-    set_compile_cache(cache_folder(loaded.recipe.data.cache))
+    set_compile_cache(cache_folder(loaded.recipe.data.cache), Environment())
     try:
         report = copy_context().run(_report, loaded, machine, notes, asked)
     except TrainingError as error:

@@ -59,6 +59,11 @@ class Environment:
         return self.restart_count > 0 or self.job_restart_count > 0
 
     @property
+    def several_nodes(self) -> bool:
+        """Whether the ranks are on several nodes."""
+        return self.local_world_size < self.world_size
+
+    @property
     def main(self) -> bool:
         """Whether this is the rank that prints and writes for all."""
         return self.rank == 0
@@ -317,14 +322,21 @@ def cache_folder(cache: str | None, variables: Mapping[str, str] = os.environ) -
     return folder / "launcher"
 
 
-def set_compile_cache(cache: Path, variables: MutableMapping[str, str] = os.environ) -> None:
+def set_compile_cache(
+    cache: Path, environment: Environment, variables: MutableMapping[str, str] = os.environ
+) -> None:
     """Sets the folder of torch.compile's cache, unless the user has or this one cannot be written to:
     torch's own is in /tmp, and torch makes it when it is imported.
 
-    Must be called before torch is imported. Its files are replaced atomically, so ranks and jobs
-    may share them.
+    Must be called before torch is imported. Its files are replaced atomically, so ranks and jobs on one
+    machine may share them. On several nodes the folder is on each node: on a shared file system,
+    hundreds of ranks that replace thousands of small files fail with stale file handles.
     """
     folder = cache.absolute() / "inductor"
+    if environment.several_nodes:
+        with contextlib.suppress(RecipeError):  # torch then uses its own folder, in /tmp too
+            variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_private_folder() / "inductor"))
+        return
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if there.is_dir() and os.access(there, os.W_OK):
         variables.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))

@@ -19,7 +19,7 @@ from launcher.data.loader import check_shared_memory, expected_padding
 from launcher.data.run_data import RunData
 from launcher.data.streaming import StreamingDataset
 from launcher.distributed import process_group
-from launcher.distributed.environment import Environment
+from launcher.distributed.environment import Environment, cache_folder
 from launcher.distributed.host_memory import FreedMemory
 from launcher.distributed.process_group import from_rank_0, gather
 from launcher.distributed.rank_layout import RankLayout
@@ -40,7 +40,7 @@ from launcher.reliability.signals import StopRequest
 from launcher.reliability.watchdog import Watch
 from launcher.run.agreement import compare_content, compare_recipes
 from launcher.run.checkpoint_manager import CheckpointManager
-from launcher.run.compilation import Compilation
+from launcher.run.compilation import Compilation, shared_file
 from launcher.run.garbage import GarbageCollection
 from launcher.run.out_of_memory import MemoryPostMortem
 from launcher.run.profiling import make_profiler
@@ -161,8 +161,7 @@ class TrainingRun:
         self._recipe = loaded.recipe
         self._set_timeout(loaded.recipe.run.init_timeout)
         directory, environment = rank.directory, rank.environment
-        several = environment.local_world_size < environment.world_size
-        compare_recipes(loaded.recipe, rank.ranks, several_machines=several)
+        compare_recipes(loaded.recipe, rank.ranks, several_machines=environment.several_nodes)
         # Rank 0 decides: another node may see the folder a little later
         first_day = directory.first_day() if environment.main else None
         start, first_day = from_rank_0((start or Fresh(), first_day), rank.ranks.group)
@@ -197,7 +196,10 @@ class TrainingRun:
             recorder.sources = training.data.training.sources
         self._set_timeout(recipe.run.init_timeout)
         rank.post_mortem.built(training.wrapped.module, training.optimizer)
-        self._compilation = Compilation(self._progress, rank=rank.ranks.rank)
+        shared = None
+        if environment.several_nodes and recipe.model.compile:
+            shared = shared_file(cache_folder(recipe.data.cache), recipe, device=rank.ranks.device)
+        self._compilation = Compilation(self._progress, rank=rank.ranks.rank, shared=shared)
         self._targets, self._warned_of_targets = 0, False
         keep_best = recipe.checkpoint.keep_best or "eval_loss"
         self._early_stopping = EarlyStopping(keep_best, recipe.evaluation.stop_after)

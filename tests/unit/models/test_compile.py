@@ -15,7 +15,7 @@ from launcher.data import collation
 from launcher.data.collation import collate_sequences, make_sample
 from launcher.data.images import PlannedImages
 from launcher.distributed import triton_support
-from launcher.distributed.environment import set_compile_cache
+from launcher.distributed.environment import Environment, set_compile_cache
 from launcher.models import attention
 from launcher.models.attention import VARLEN
 from launcher.models.description import describe
@@ -47,11 +47,11 @@ def _reset_dynamo():
 def test_compile_cache_folder(tmp_path):
     variables = {}
     for name in ("cache", "other"):  # the second call changes nothing
-        set_compile_cache(tmp_path / "data" / name, variables)
+        set_compile_cache(tmp_path / "data" / name, Environment(), variables)
         assert variables == {"TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/data/cache/inductor"}
-    set_compile_cache(Path("relative"), variables := {})
+    set_compile_cache(Path("relative"), Environment(), variables := {})
     (tmp_path / "file").touch()
-    set_compile_cache(tmp_path / "file" / "cache", unwritable := {})
+    set_compile_cache(tmp_path / "file" / "cache", Environment(), unwritable := {})
     assert unwritable == {}, "torch makes the folder when it is imported, and would fail"
     assert Path(variables["TORCHINDUCTOR_CACHE_DIR"]) == Path.cwd() / "relative" / "inductor"
 
