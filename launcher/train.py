@@ -34,6 +34,7 @@ from launcher.distributed.environment import (
     read_environment,
     set_compile_cache,
     too_few_open_files,
+    use_cached_files,
 )
 from launcher.distributed.spawn import end_process
 from launcher.errors import (
@@ -93,6 +94,8 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
         return _refuse(error, environment, stop)
     prepare_cuda(deterministic=loaded.recipe.run.deterministic)
     prepare_nccl(run.log, hang_timeout=loaded.recipe.run.hang_timeout)
+    if environment.local_rank != 0 and not _fetches_itself(loaded.recipe):
+        use_cached_files()
     set_compile_cache(cache_folder(loaded.recipe.data.cache), environment)
     # torch's import creates a million objects that stay alive. Searching them for garbage again and
     # again takes a tenth of the start; frozen, they are never searched.
@@ -122,6 +125,11 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
         return EXIT_FAILED
     finally:
         run.release()
+
+
+def _fetches_itself(recipe: Recipe) -> bool:
+    """Whether each rank may have to read from the hub: rows, or what the user's code asks for."""
+    return recipe.data.streaming or bool(recipe.data.builder or recipe.model.builder)
 
 
 def _decide(

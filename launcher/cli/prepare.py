@@ -38,6 +38,9 @@ def _fetch(recipe: Recipe) -> int:
     if model.path is not None:
         folder = model_folder(model.path, key="model.path", weights=model.init != "random")
         _print(f"model      {model.path}: {folder} ({_size(folder)})")
+    if (distillation := recipe.distillation) is not None:
+        folder = model_folder(distillation.teacher, key="distillation.teacher")
+        _print(f"teacher    {distillation.teacher}: {folder} ({_size(folder)})")
     if data.builder is not None:
         hint = "if it fetches something, start it once on this machine"
         _print(f"data       {data.builder} provides the data; {hint}")

@@ -41,6 +41,7 @@ from launcher.reliability.watchdog import Watch
 from launcher.run.agreement import compare_content, compare_recipes
 from launcher.run.checkpoint_manager import CheckpointManager
 from launcher.run.compilation import Compilation, shared_file
+from launcher.run.fetching import fetch_in_turn
 from launcher.run.garbage import GarbageCollection
 from launcher.run.out_of_memory import MemoryPostMortem
 from launcher.run.profiling import make_profiler
@@ -166,6 +167,8 @@ class TrainingRun:
         first_day = directory.first_day() if environment.main else None
         start, first_day = from_rank_0((start or Fresh(), first_day), rank.ranks.group)
         self._fresh = start == Fresh()
+        self._progress.heartbeat("data")
+        fetch_in_turn(loaded.recipe, rank.ranks, first_of_node=environment.local_rank == 0)
         prepared = self._resolve(loaded, start, first_day)
         recipe = self._recipe
         skipped_rows = directory.path / "skipped_rows.jsonl"

@@ -1,0 +1,78 @@
+"""Which ranks ask the hub."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from launcher.distributed.environment import use_cached_files
+from launcher.errors import RecipeError
+from launcher.recipe.derived import hub_models
+from launcher.recipe.load import load_recipe
+from launcher.run import fetching
+from launcher.run.fetching import fetch_in_turn
+
+ON_HUB = [
+    "recipe=fsdp",
+    "model.path=me/model@v1",
+    "model.config=null",
+    "data.train=[me/rows:train]",
+]
+ON_HUB += ["data.tokenizer=me/tokenizer", "data.validation=[me/rows]"]
+
+
+@pytest.fixture
+def recipe():
+    return load_recipe(ON_HUB, ranks=1).recipe
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What is fetched, and in which turn; the other ranks have no problem."""
+    found, turns = [], []
+
+    def gather(problems, group):
+        turns.append(len(found))
+        return [problems, *group]
+
+    monkeypatch.setattr(fetching, "gather", gather)
+    monkeypatch.setattr(fetching, "model_folder", lambda name, **more: found.append(name))
+    monkeypatch.setattr(fetching, "load_data_set", lambda name, **more: found.append(name))
+    return SimpleNamespace(found=found, turns=turns)
+
+
+@pytest.mark.parametrize(
+    ("rank", "first", "turns"), [(0, True, [4, 4]), (8, True, [0, 4]), (9, False, [0, 0])]
+)
+def test_rank_0_fetches_then_one_rank_of_each_node(recipe, asked, rank, first, turns):
+    fetch_in_turn(recipe, SimpleNamespace(rank=rank, group=[]), first_of_node=first)
+    assert asked.turns == turns
+    every = ["me/model@v1", "me/tokenizer", "me/rows:train", "me/rows"]
+    assert asked.found == every[: turns[-1]]
+
+
+def test_what_rank_0_cannot_fetch_ends_all_ranks(recipe, asked, monkeypatch):
+    ranks = SimpleNamespace(
+        rank=9, group=[["model.path: no network"], [], ["model.path: no network"]]
+    )
+    with pytest.raises(RecipeError) as error:
+        fetch_in_turn(recipe, ranks, first_of_node=False)
+    assert error.value.problems == ["model.path: no network"]
+    assert asked.found == []
+
+
+def test_streamed_data_and_local_folders_are_not_fetched(recipe, asked, tmp_path):
+    own = ["model.path=" + str(tmp_path), "data.tokenizer=bytes", "data.validation=null"]
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    local = load_recipe(
+        [*ON_HUB, *own, "data.streaming=true", "run.epochs=null", "run.max_steps=2"], ranks=1
+    )
+    fetch_in_turn(local.recipe, SimpleNamespace(rank=0, group=[]), first_of_node=True)
+    assert asked.found == []
+    assert hub_models(recipe)[0] == ("model.path", "me/model@v1", True)
+
+
+def test_the_user_may_let_all_ranks_ask():
+    use_cached_files(variables := {})
+    assert variables == {"HF_HUB_OFFLINE": "1"}
+    use_cached_files(variables := {"HF_HUB_OFFLINE": "0"})
+    assert variables == {"HF_HUB_OFFLINE": "0"}
