@@ -32,6 +32,8 @@ from launcher.recipe.yaml_text import as_override
 from launcher.strategies.base import compute_dtype, offloads_parameters
 
 LARGEST_MICRO_BATCH = 512
+BUDGETS = (0.2, 0.4, 0.6, 0.8)
+"""Shares of what blocks keep without checkpointing, between full checkpointing and none."""
 PARALLEL_KEYS = tuple(each.key for each in PARALLEL_SIZES)
 """Keys of `strategy` for context, expert and tensor parallelism."""
 
@@ -153,11 +155,10 @@ def larger_sizes(written: Recipe, machine: Machine) -> Iterator[tuple[Dimension,
         before, recipes = getattr(written.strategy, each.key), list[Recipe]()
         most = machine.nodes if each.across_nodes else machine.gpus_per_node
         sizes = [n for n in range(before + 1, most + 1) if most % n == 0]
-        schedules = ("1f1b", "interleaved_1f1b") if each is PIPELINE else (None,)
-        for size, schedule in itertools.product(sizes, schedules):
+        for size in sizes:
             changed: Any = {each.key: size}
-            if schedule is not None:
-                changed |= {"pipeline_schedule": schedule, "pipeline_blocks": None}
+            if each is PIPELINE:
+                changed |= {"pipeline_schedule": "1f1b", "pipeline_blocks": None}
             strategy = dataclasses.replace(written.strategy, **changed)
             recipe = next(smallest(dataclasses.replace(written, strategy=strategy), machine))
             if excluded_by(recipe, "model.compile", "true"):
@@ -200,6 +201,8 @@ def _pairs(
         modes.append(written.activation_checkpointing)
     if on_gpu:
         modes.append(ActivationCheckpointing(mode="full", offload_to_cpu=True))
+        if written.strategy.pipeline_parallel_size == 1:
+            modes += [ActivationCheckpointing(mode="selective", budget=b) for b in BUDGETS]
     for precision in mixed:
         for strategy in _strategies(written, machine, precision, accumulates):
             yield from ((strategy, checkpointing) for checkpointing in modes)
@@ -228,7 +231,10 @@ def _strategies(
         )
     per_node = machine.gpus_per_node
     ranks = machine.ranks // written.strategy.pipeline_parallel_size
-    inside = {ranks // n for n in range(2, per_node + 1) if per_node % n == 0}
+    shards = [n for n in range(2, per_node + 1) if per_node % n == 0]
+    # Several nodes: the way around a ring of all nodes takes long
+    doubled = (per_node * 2**n for n in range(1, ranks.bit_length()))
+    inside = {ranks // n for n in (*shards, *doubled) if n < ranks and ranks % n == 0}
     sizes = layout_sizes(written.strategy, ranks=machine.ranks)
     inside |= {1, written.strategy.replicate}
     copies = sorted(n for n in inside if sizes.allows_replicas(n))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from launcher.console import aligned, bytes_as_text, two_digits
 from launcher.data.batching import accumulation_steps
-from launcher.distributed.rank_layout import PARALLEL_SIZES, layout_sizes
+from launcher.distributed.rank_layout import PARALLEL_SIZES, PIPELINE, layout_sizes
 from launcher.planner.memory import OVER, UNDER, Moment
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
@@ -76,7 +76,10 @@ def strategy_text(recipe: Recipe, ranks: int) -> str:
             parts.append("one reduction a step")
     for each in PARALLEL_SIZES:
         if (size := getattr(strategy, each.key)) > 1:
-            parts.append(f"{each.divides} over {size} ranks")
+            interleaved = each is PIPELINE and strategy.pipeline_schedule != "1f1b"
+            parts.append(
+                f"{each.divides} over {size} ranks{' (interleaved)' if interleaved else ''}"
+            )
     mixed = strategy.mixed_precision
     parts.append("fp32" if mixed is None else _SHORT_DTYPES[mixed.param_dtype])
     if mixed is not None and strategy.kind == "fsdp" and mixed.reduce_dtype != "float32":

@@ -87,7 +87,7 @@ def search_configurations(
     if machine.memory is not None and (best is None or best.offloads or slow):
         groups = search.divided(only_across_nodes=best is not None and not best.offloads)
         evaluated_count += sum(map(len, groups))
-        fitting += search.fastest_of(groups)
+        fitting += search.with_one_pipeline(search.fastest_of(groups))
         best = min(fitting, key=lambda c: c.seconds.total, default=None)
     if keep_written and best is not None and _as_good(written, best):
         fitting, best = [written], written
@@ -291,12 +291,18 @@ class _Search:
     def _without_offload(self, recipe: Recipe) -> list[Configuration]:
         """Estimates of the configurations of a recipe without CPU offload; none if the model cannot be
         divided so."""
-        every = variants(concrete(recipe, self._machine), self._machine, precisions=False)
+        every = variants(
+            concrete(recipe, self._machine),
+            self._machine,
+            precisions=False,
+            # Many small micro-batches keep the stages of a pipeline busy
+            micro_batches=recipe.strategy.pipeline_parallel_size == 1,
+        )
+        plain = [each for each in every if each.strategy.cpu_offload is None]
         try:
-            estimates = [self.estimate(each) for each in every]
+            return [self.with_stages_that_fit(self.estimate(each)) for each in plain]
         except RecipeError:
             return []
-        return [self.with_stages_that_fit(one) for one in estimates if not one.offloads]
 
     def with_stages_that_fit(self, estimated: Configuration) -> Configuration:
         """A configuration, with other numbers of blocks in its stages if only so each stage fits."""
@@ -308,6 +314,24 @@ class _Search:
             return estimated
         strategy = dataclasses.replace(estimated.recipe.strategy, pipeline_blocks=blocks)
         return self.estimate(dataclasses.replace(estimated.recipe, strategy=strategy))
+
+    def with_one_pipeline(self, found: Sequence[Configuration]) -> list[Configuration]:
+        """The configurations, of those with stages of a pipeline only the fastest, which may become
+        interleaved: there is one for each number of stages."""
+        staged = [one for one in found if one.recipe.strategy.pipeline_parallel_size > 1]
+        others = [one for one in found if one not in staged]
+        if not staged:
+            return others
+        fastest = min(staged, key=lambda one: one.seconds.total)
+        strategy = dataclasses.replace(
+            fastest.recipe.strategy, pipeline_schedule="interleaved_1f1b", pipeline_blocks=None
+        )
+        with contextlib.suppress(RecipeError):  # fewer blocks than stages
+            interleaved = dataclasses.replace(fastest.recipe, strategy=strategy)
+            option = self.trace(self.estimate(interleaved))
+            if option.plan.fits and option.seconds.total < fastest.seconds.total:
+                fastest = option
+        return [*others, fastest]
 
     def fastest_of(self, groups: Iterable[Sequence[Configuration]]) -> list[Configuration]:
         """The fastest of each group, if it fits and the model supports it."""

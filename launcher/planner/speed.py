@@ -60,7 +60,11 @@ SHARED = 0.19
 """Share of its rate that compute loses while a collective runs: an average of 18.9 % on A100, H100,
 MI210 and MI250 (Lee et al., 2025, arXiv 2507.03114)."""
 LATENCY = 20e-6
-"""Seconds before the first byte of a collective arrives. An estimate."""
+"""Seconds before the first byte of a collective arrives in a node. An estimate."""
+RING_STEP, RING_STEP_BETWEEN_NODES = 3.4e-6, 9.6e-6
+"""Seconds in which a rank of a ring passes on what it gets, to a neighbour in its node or in another one:
+NCCL's own model of its protocol for large messages (`tuning.cc`). A ring of 1,024 ranks on 128 nodes takes
+4.3 ms for the way around."""
 ATTENTION = 0.5
 """Rate of attention, relative to the rate of matrix products: FlashAttention-2 reaches 35 % of an
 H100's peak (Shah et al., 2024), products 70 %."""
@@ -261,7 +265,7 @@ def _network(work: Work, machine: Machine) -> tuple[float, float]:
     gradients = float(work.reduce * profile.trained)
     if work.ddp:
         buckets = max(1, round(gradients / DDP_BUCKET))
-        all_reduce = 2 * _collective(gradients, machine.ranks, machine, buckets)
+        all_reduce = 2 * _collective(gradients, machine.ranks, machine, buckets, ring=False)
         return 0.0, work.reductions * all_reduce
     groups = len(profile.tower.blocks) + len(profile.block_classes) + 1
     weights = sum(group.unsharded(work.size) for group in work.gathered)
@@ -284,7 +288,8 @@ def _network(work: Work, machine: Machine) -> tuple[float, float]:
     if strategy.replicate > 1:
         averaged = gradients / work.shards
         sharing = machine.gpus_per_node if machine.nodes > 1 else 1
-        reduce += 2 * _collective(averaged, strategy.replicate, machine, groups, sharing=sharing)
+        copies = strategy.replicate
+        reduce += 2 * _collective(averaged, copies, machine, groups, sharing=sharing, ring=False)
     forward, backward = _gathers(work)
     return gather * forward, gather * backward + reduce * work.reductions
 
@@ -304,24 +309,40 @@ def _exchanges(work: Work, machine: Machine) -> tuple[float, float]:
         exchanged = (attention, experts, sums) if group.has_experts else (attention, sums)
         for moved, ranks, calls in exchanged:
             sharing = machine.gpus_per_node if ranks > machine.gpus_per_node else 1
-            once = work.micro_batches * _collective(moved, ranks, machine, calls, sharing=sharing)
+            once = work.micro_batches * _collective(
+                moved, ranks, machine, calls, sharing=sharing, ring=False
+            )
             forward, backward = forward + once, backward + (1 + twice) * once
     return forward, backward
 
 
 def _collective(
-    moved: float, ranks: int, machine: Machine, calls: int, *, sharing: int = 1
+    moved: float,
+    ranks: int,
+    machine: Machine,
+    calls: int,
+    *,
+    sharing: int = 1,
+    ring: bool = True,
 ) -> float:
     """Seconds of all-gathers, or reduce-scatters, of `moved` bytes in total over `ranks` ranks. In
     an all-to-all or between ranks that are not neighbours, `sharing` ranks share the network of
-    each node."""
+    each node. ring: the ranks pass data on around a ring; an all-to-all is direct, and an all-reduce over
+    nodes a tree."""
     if ranks == 1:
         return 0.0
     rates, per_node = machine.rates, machine.gpus_per_node
-    rate = rates.intra_node_bandwidth
+    rate, latency = rates.intra_node_bandwidth, LATENCY
     if sharing > 1 or ranks > per_node:
         rate = rates.inter_node_bandwidth / min(sharing, per_node)
-    return moved * (ranks - 1) / ranks / rate + calls * LATENCY
+        of_node = max(1, per_node // sharing)
+        nodes = -(-ranks // of_node)
+        if ring:
+            latency += max(0, ranks - nodes - per_node + 1) * RING_STEP
+            latency += (nodes - 1) * RING_STEP_BETWEEN_NODES
+        else:
+            latency += 2 * math.log2(nodes) * RING_STEP_BETWEEN_NODES
+    return moved * (ranks - 1) / ranks / rate + calls * latency
 
 
 def _transfers(work: Work, machine: Machine) -> tuple[float, float, float, float]:
