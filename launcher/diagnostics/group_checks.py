@@ -24,8 +24,8 @@ from launcher.distributed.spawn import end_process, rank_main
 from launcher.errors import EXIT_DONE
 from launcher.reliability.json_files import Json
 
-INIT_SECONDS = 180
-"""Time for all ranks to meet, while the first one of each node examines it."""
+INIT_SECONDS, INIT_SECONDS_OF_NODE = 180, 2
+"""Time for all ranks to meet, while the first one of each node examines it, and more for each node."""
 SLOW = {
     "half_flops": ("computes", 0.8),
     "memory_bandwidth": ("moves memory", 0.8),
@@ -98,7 +98,8 @@ def run(*, node: Checks | None, quick: bool = False) -> Report:
     # Before the ranks meet, so that no process of another rank is on the GPUs yet
     if environment.local_rank == 0 and node is not None:
         findings, versions = examine(**node)
-    group = process_group.process_group(environment, device="any", init_timeout=INIT_SECONDS)
+    seconds = INIT_SECONDS + INIT_SECONDS_OF_NODE * (environment.world_size // local)
+    group = process_group.process_group(environment, device="any", init_timeout=seconds)
     with group as (ranks, _):
         process_group.prepare_cpu(environment, device=ranks.device, cpu_offload=True)
         own = RankResult(

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from launcher.distributed.process_group import all_gather_single
 from launcher.distributed.rank_layout import RankLayout
@@ -127,8 +128,10 @@ def measure_rates(ranks: RankLayout, *, local: int, quick: bool) -> dict[str, fl
         steps["float32_flops"] = partial(product_rate, device, torch.float32)
         steps["host_adamw"] = adamw_rate
     if local > 1:
-        node, _ = dist.new_subgroups(local)  # type: ignore[no-untyped-call]
-        steps["intra_node_bandwidth"] = partial(collective_rate, node, device)
+        members = torch.arange(ranks.size).view(-1, local)
+        # One split of the communicator; `new_subgroups` makes one for each node, one after another
+        nodes = DeviceMesh(device.type, members, mesh_dim_names=("node", "rank"))
+        steps["intra_node_bandwidth"] = partial(collective_rate, nodes.get_group("rank"), device)
     if ranks.size > local:
         steps["inter_node_bandwidth"] = partial(collective_rate, ranks.group, device)
         steps["link"] = partial(link_rate, ranks, local=local)

@@ -35,6 +35,8 @@ from launcher.slurm.scheduler import JobInfo, log, scontrol
 _SIGNAL_AGAIN_SECONDS = 5
 """Time between repeated signals: a node loses those sent before its agent handles them."""
 _PREFLIGHT_NODES_SECONDS, _PREFLIGHT_ALL_SECONDS = 300, 180
+_PREFLIGHT_SECONDS_OF_NODE = 2
+"""More time for the checks of all nodes together, for each node."""
 
 
 class Job:
@@ -159,7 +161,8 @@ class Job:
             **self.meeting(preflight=True),
         )
         command = [*torchrun, *doctor, "--quick", f"out={result}"]
-        status = self._check(_PREFLIGHT_ALL_SECONDS, log_file, *command)
+        seconds = _PREFLIGHT_ALL_SECONDS + _PREFLIGHT_SECONDS_OF_NODE * len(nodes)
+        status = self._check(seconds, log_file, *command)
         if self.stopping:
             return []
         return preflight.report(preflight.together(result, status=status), nodes, log_file)
