@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -17,7 +18,7 @@ from launcher.planner.candidates import Configuration
 from launcher.planner.facts import Facts, Profiles
 from launcher.planner.fastest import measured_choice
 from launcher.planner.formatting import batch_text, needs_text, strategy_text
-from launcher.planner.machine import Machine
+from launcher.planner.machine import DISK, Machine
 from launcher.planner.memory import Plan
 from launcher.planner.plan import estimated_plan
 from launcher.planner.profile import (
@@ -28,6 +29,7 @@ from launcher.planner.profile import (
 )
 from launcher.planner.recipe_values import has_reductions_to_choose, micro_batches_of
 from launcher.planner.search import fastest_that_fits, search_configurations
+from launcher.planner.speed import estimate_time
 from launcher.planner.work import Work, with_most_saved
 from launcher.recipe.decode import value_of
 from launcher.recipe.derived import with_value
@@ -43,6 +45,11 @@ COST = "each block then launches some 60 more kernels in a micro-batch"
 COLLECTIVES = ("sync_every_micro_batch", "reshard_after_forward")
 """Keys of `strategy`. Their `auto` becomes false if `ROOM` of the memory stays free with false, and
 else true."""
+HOURS_BETWEEN_FAILURES = 45_000
+"""Hours between interruptions, times the number of GPUs: 466 in 54 days on 16,384 H100 (Llama 3, 2024, arXiv
+2407.21783, section 3.3.4)."""
+SAVE_SECONDS = 0.5
+"""Time of a save beside its copies: all ranks agree, and wait for the slowest. An estimate."""
 ROOM = 0.15
 """Share of the memory that must stay free by estimate, which is good to some 10 %."""
 CPU_ROOM = 0.5
@@ -201,6 +208,35 @@ def choose_logits(recipe: Recipe, facts: Facts) -> tuple[Recipe, str] | None:
     elif any(plan.spare is not None and plan.spare >= room * known for plan in plans):
         chosen, why = kept, f"by estimate {room:.0%} of {memory} or more stay free"
     return chosen, why
+
+
+def choose_saves(recipe: Recipe, facts: Facts) -> tuple[Recipe, str] | None:
+    """Replaces `auto` in `checkpoint.every_steps`, if fewer steps than those that the rows suggest lose
+    least time: to saves, and to the steps that a failure of a GPU takes back. The best time between
+    saves is sqrt(2 * time of a save * time between failures) (Young, 1974). Returns the recipe and the
+    reason; None if the steps stay."""
+    machine, usual = facts.machine, recipe.checkpoint.every_steps
+    assert machine is not None
+    assert facts.profiles is not None
+    if machine.device != "cuda" or usual is None or not recipe.checkpoint.saves:
+        return None
+    profiles = facts.profiles(recipe)
+    if (plan := next(estimates(recipe, machine, profiles), None)) is None:
+        return None
+    part = plan.checkpoint_bytes / machine.ranks
+    save = SAVE_SECONDS + part / machine.rates.host_bandwidth  # then it is written beside training
+    if not recipe.checkpoint.asynchronous:
+        save = SAVE_SECONDS + part * machine.gpus_per_node / DISK
+    step = estimate_time(Work(profiles[0], recipe, ranks=machine.ranks), machine).total
+    failing = HOURS_BETWEEN_FAILURES / machine.ranks
+    every = max(1, round(math.sqrt(2 * save * 3600 * failing) / step))
+    if every >= usual:
+        return None
+    why = (
+        f"a step takes about {step:.2g} s and a save {save:.2g} s by plan, and one of "
+        f"{machine.ranks:,} GPUs fails about every {failing:.2g} hours"
+    )
+    return with_value(recipe, "checkpoint.every_steps", every), why
 
 
 _NO_ESTIMATE = "what the blocks of this model save is not known without a trace"

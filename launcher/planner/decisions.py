@@ -16,6 +16,7 @@ from launcher.planner.choice import (
     choose_compile,
     choose_configuration,
     choose_logits,
+    choose_saves,
 )
 from launcher.planner.facts import Facts
 from launcher.planner.search import concrete
@@ -90,8 +91,11 @@ LOGITS = Decision(
     keys=("model.keep_logits",), needs="model", kept_on_resume=False, choose=choose_logits
 )
 """The bits are the same with each value, so a run that resumes may choose again."""
+SAVES = Decision(
+    keys=("checkpoint.every_steps",), needs="model", kept_on_resume=True, choose=choose_saves
+)
 
-DECISIONS = (RATE, SIZES, COMPILE, SEARCH, COLLECTIVES, LOGITS)
+DECISIONS = (RATE, SIZES, COMPILE, SEARCH, COLLECTIVES, LOGITS, SAVES)
 """All of them, in the order in which they are made."""
 
 NAMES = {

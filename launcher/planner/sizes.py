@@ -30,6 +30,7 @@ from launcher.recipe import schema
 from launcher.recipe.derived import Choices, Derived, open_sizes, stands_for, with_value
 from launcher.recipe.model_config import of_text
 from launcher.recipe.schema import Recipe
+from launcher.recipe.section import AutoInt
 from launcher.recipe.yaml_text import as_override
 from launcher.sources.finding import find_parts
 from launcher.sources.hub import config_file
@@ -167,8 +168,10 @@ def choose_sizes(recipe: Recipe, facts: Facts) -> tuple[Recipe, Choices]:
     assert facts.rows is not None
     choices = {}
     for key, value, why in _choices(recipe, facts.rows, ranks=facts.ranks):
-        recipe = with_value(recipe, key, value)
         choices[key] = Derived(value, why)
+        if key == "checkpoint.every_steps":  # `choose_saves` may shorten it
+            value = AutoInt(value)
+        recipe = with_value(recipe, key, value)
     if "data.packing" in open_sizes(recipe):  # rows are packed, as usual
         recipe = with_value(recipe, "data.packing", True)
     return recipe, choices

@@ -12,6 +12,7 @@ from launcher.planner.decisions import (
     DECISIONS,
     NAMES,
     RATE,
+    SAVES,
     SEARCH,
     SIZES,
     is_auto,
@@ -48,9 +49,10 @@ def accepts_auto(key):
 
 
 def test_every_key_that_may_be_auto_has_one_entry():
-    assert len(DECIDED) == len(set(DECIDED))
+    twice = {key for key in DECIDED if DECIDED.count(key) > 1}
+    assert twice == {*SAVES.keys}, "the machine may shorten what the rows suggest"
     accepting = [".".join(key) for key in keys() if accepts_auto(key)]
-    assert sorted(accepting) == sorted([*DECIDED, *NAMES])
+    assert sorted(accepting) == sorted([*{*DECIDED}, *NAMES])
     assert all((REPOSITORY / "launcher" / file).is_file() for file in NAMES.values())
 
 

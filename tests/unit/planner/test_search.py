@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -16,6 +17,8 @@ from launcher.planner.candidates import (
     smallest,
     variants,
 )
+from launcher.planner.choice import choose_saves
+from launcher.planner.facts import Facts
 from launcher.planner.formatting import configuration_cells
 from launcher.planner.machine import Rates, known_machine, read_rates
 from launcher.planner.plan import estimated_plan
@@ -591,6 +594,36 @@ def test_a_share_of_the_activations_is_offered_between_all_and_none(load):
     staged = concrete(load("strategy.pipeline_parallel_size=2"), on)
     tried = {each.activation_checkpointing for each in variants(staged, on)}
     assert {each.budget for each in tried if each is not None} == {None}
+
+
+def saves(recipe, on):
+    """What is chosen for checkpoint.every_steps: None if the rows' choice stays."""
+    profile = profile_model(recipe, device=on.device)
+    facts = Facts(ranks=on.ranks, machine=on, profiles=lambda _: (profile, lambda: profile))
+    found = choose_saves(recipe, facts)
+    return found and (found[0].checkpoint.every_steps, found[1])
+
+
+def test_many_gpus_save_more_often(load):
+    """1,024 GPUs fail every 44 hours: a save of about 0.5 s is best every 400 s."""
+    keys = [
+        "batch.global_batch_size=1024",
+        "batch.micro_batch_size=1",
+        "checkpoint.every_steps=auto",
+    ]
+    many = machine(gpus=8, nodes=128)
+    recipe = concrete(load(*keys), many)
+    long = dataclasses.replace(
+        recipe, checkpoint=dataclasses.replace(recipe.checkpoint, every_steps=100_000)
+    )
+    every, why = saves(long, many)
+    step = estimate_time(Work(profile_model(long, device="cuda"), long, ranks=1024), many).total
+    assert every * step == pytest.approx(math.sqrt(2 * 0.5 * 45_000 / 1024 * 3600), rel=0.1)
+    assert "one of 1,024 GPUs fails about every 44 hours" in why
+    assert saves(recipe, many) is None, "200 steps of these are shorter"
+    at_once = dataclasses.replace(long.checkpoint, asynchronous=False)
+    assert saves(dataclasses.replace(long, checkpoint=at_once), many)[0] >= every
+    assert saves(recipe, machine()) is None
 
 
 def test_the_way_around_a_ring_of_all_nodes():

@@ -100,7 +100,7 @@ def test_an_epoch_has_enough_steps_and_no_step_sees_a_row_twice(here, kind, coun
     if kind == "text" and count * mean < 64 * ranks * 256:
         return  # refused: not a sequence for each rank
     recipe = chosen(rows, *overrides, ranks=ranks)
-    assert not open_sizes(recipe)
+    assert open_sizes(recipe) == ["checkpoint.every_steps"]  # the machine may shorten it
     size, length = recipe.batch.global_batch_size, run_length(recipe, rows)
     assert size % ranks == 0
     assert size <= length.samples
@@ -206,7 +206,7 @@ def test_a_resumed_run_keeps_its_sizes(here):
         if getattr(earlier, name)
     }
     resumed = with_recorded(loaded().recipe, values)
-    assert not open_sizes(resumed)
+    assert open_sizes(resumed) in ([], ["checkpoint.every_steps"])
     assert summary(resumed) == summary(earlier)
     assert earlier.data.packing is False
     packed = with_recorded(loaded("data.packing=true").recipe, values)
