@@ -137,10 +137,13 @@ def test_no_valid_checkpoint_raises(tmp_path):
 def test_each_file_is_checked_by_one_rank(tmp_path):
     path = write(tmp_path, 1)
     flip_bit(path / "index.json")
-    found = [verify(path, rank=rank, ranks=3) for rank in range(3)]
-    assert sorted(problem is None for problem in found) == [False, True, True]
-    assert verify(path, deep=False) is None
-    assert "index.json" in verify(path)
+    resize("state.json", 999)(path)
+    assert [verify(path, rank=rank, ranks=3) for rank in range(3)] == [
+        None,
+        "index.json has changed since it was written",
+        "state.json has 999 bytes instead of 1,000",
+    ]
+    assert "state.json" in verify(path, deep=False)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -166,6 +169,20 @@ def test_prune_keeps_last_milestones_and_best(tmp_path):
     assert steps(tmp_path) == [20, 30, 40, 80], "newer checkpoints must be removed"
     prune(tmp_path, keep_last=1)
     assert steps(tmp_path) == [80]
+
+
+def test_prune_verifies_what_it_counts_or_deletes(tmp_path, monkeypatch):
+    """It looked at each file of all checkpoints that a run had ever kept, at every save."""
+    for step in range(10, 110, 10):
+        write(tmp_path, step)
+    verified = []
+    monkeypatch.setattr(files, "verify", lambda path, deep: verified.append(files.step_of(path)))
+    prune(tmp_path, keep_last=2, keep_every=20, best_step=30)
+    assert steps(tmp_path) == [20, 30, 40, 60, 80, 90, 100]
+    assert verified == [100, 90, 70, 50, 10]
+    verified.clear()
+    prune(tmp_path, keep_last=2, keep_every=20, best_step=30)
+    assert verified == [100, 90]
 
 
 def test_prune_keeps_the_newest_valid_checkpoint(tmp_path):
