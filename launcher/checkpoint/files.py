@@ -2,7 +2,7 @@
 
     checkpoints/step_00000500/
       rank_00000.safetensors   what this rank wrote: parts of tensors, its random states
-      index.json               where each part of each tensor lies
+      index.json               where each part of each tensor lies (`reader.open_tensors`)
       state.json               everything else: counters, loss scale, recipe
       commit.json              the marker: size and checksums of all other files
 
@@ -36,7 +36,8 @@ from launcher.files import StoredFile, checksum_of_file, commit_folder, write_fi
 logger = logging.getLogger(__name__)
 
 MARKER, INDEX, STATE = "commit.json", "index.json", "state.json"
-FORMAT: Literal[2] = 2
+FORMAT: Literal[3] = 3
+"""Format 2 has another index.json, which can be read, too."""
 _NAME = re.compile(r"step_\d{8,}")
 _OTHER_VERSION = "another version of launcher wrote it"
 _RETRY_SECONDS = (2.0, 10.0)
@@ -79,7 +80,7 @@ class NoneLeftError(TrainingError):
 class Marker(BaseModel):
     """Content of commit.json. A checkpoint without it is not valid."""
 
-    format: Literal[2] = FORMAT
+    format: Literal[2, 3] = FORMAT
     step: int
     ranks: int
     """How many ranks wrote it."""
@@ -157,7 +158,7 @@ def read_marker(path: Path) -> Marker:
         where = ".".join(map(str, first["loc"]))
         problem = ": ".join(filter(None, (f"{MARKER} cannot be read", where, first["msg"])))
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            if (version := json.loads(content)["format"]) != FORMAT:
+            if (version := json.loads(content)["format"]) not in (2, FORMAT):
                 problem = f"{_OTHER_VERSION}: it has format {str(version)[:20]}, and this version "
                 problem += f"reads format {FORMAT}"
     else:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save
 
 from launcher.checkpoint import files, reader, staging, state, writer
 from launcher.checkpoint.files import (
@@ -85,9 +86,9 @@ DAMAGE = {
         "commit.json cannot be read",
     ),
     "other format": (
-        edit_marker(lambda m: m.update(format=3, shards={})),
-        "step_00000020 cannot be used: another version of launcher wrote it: it has format 3, and "
-        "this version reads format 2",
+        edit_marker(lambda m: m.update(format=4, shards={})),
+        "step_00000020 cannot be used: another version of launcher wrote it: it has format 4, and "
+        "this version reads format 3",
     ),
     "other step": (edit_marker(lambda m: m.update(step=7)), "commit.json is that of step 7"),
     "file outside": (
@@ -516,12 +517,49 @@ def test_checkpoint_of_another_model_is_refused(saved, group):
 
 def test_index_may_not_name_files_outside_of_the_checkpoint(saved, tmp_path):
     path, *_ = saved
-    index = json.loads((path / "index.json").read_text())
     for file in ("../../other.safetensors", "/etc/other.safetensors"):
-        index["model.0.weight"]["parts"][0][0] = file
+        index = {"a": {"dtype": "F32", "shape": [1], "parts": [[file, 0, 1]]}}
         (path / "index.json").write_text(json.dumps(index))
         with pytest.raises(DamagedCheckpointError, match="outside of the checkpoint"):
             reader.open_tensors(path)
+
+
+OLD_INDEX = """
+{"model.weight":{"dtype":"F32","shape":[4,4],"parts":[["rank_00000.safetensors",0,2],["rank_00001.safetensors",2,2]]},
+"model.columns":{"dtype":"BF16","shape":[2,6],"parts":[["rank_00000.safetensors",0,2,0,4],["rank_00001.safetensors",0,2,4,2]]},
+"optimizer.weight.step":{"dtype":"F32","shape":[],"parts":[["rank_00001.safetensors",0,1]]}}
+"""
+
+
+def test_checkpoint_of_format_2_is_read(tmp_path, group):
+    """Each tensor had a list of its own parts, with names of files."""
+    weight, columns = torch.arange(16.0).view(4, 4), torch.arange(12.0).view(2, 6).bfloat16()
+    parts = [
+        {"model.weight": weight[:2], "model.columns": columns[:, :4].contiguous()},
+        {
+            "model.weight": weight[2:],
+            "model.columns": columns[:, 4:].contiguous(),
+            "optimizer.weight.step": torch.tensor(7.0),
+        },
+    ]
+    scratch = files.scratch_folder(tmp_path, 5)
+    contents = {files.rank_file(rank): save(part) for rank, part in enumerate(parts)}
+    contents |= {files.INDEX: OLD_INDEX.encode(), files.STATE: b"{}"}
+    stored = {name: write_file(scratch / name, data) for name, data in contents.items()}
+    path = files.commit(scratch, step=5, ranks=2, files=stored)
+    edit_marker(lambda marker: marker.update(format=2))(path)
+    assert reader.find_checkpoint(tmp_path, group=group) == path
+    tensors = {
+        "model.weight": torch.zeros(4, 4),
+        "model.columns": torch.zeros(2, 6, dtype=torch.bfloat16),
+        "optimizer.weight.step": torch.tensor(0.0),
+    }
+    reader.load(path, tensors, group=group)
+    assert torch.equal(tensors["model.weight"], weight)
+    assert torch.equal(tensors["model.columns"], columns)
+    assert tensors["optimizer.weight.step"] == 7
+    read = reader.open_tensors(path)  # as exports read it
+    assert torch.equal(read.read("model.columns"), columns)
 
 
 class FolderCreator:
