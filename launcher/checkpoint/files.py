@@ -2,7 +2,7 @@
 
     checkpoints/step_00000500/
       rank_00000.safetensors   what this rank wrote: parts of tensors, its random states
-      index.json               where each part of each tensor lies
+      index.json               where each part of each tensor lies (`reader.open_tensors`)
       state.json               everything else: counters, loss scale, recipe
       commit.json              the marker: size and checksums of all other files
 
@@ -36,7 +36,8 @@ from launcher.files import StoredFile, checksum_of_file, commit_folder, write_fi
 logger = logging.getLogger(__name__)
 
 MARKER, INDEX, STATE = "commit.json", "index.json", "state.json"
-FORMAT: Literal[2] = 2
+FORMAT: Literal[3] = 3
+"""Format 2 has another index.json, which can be read, too."""
 _NAME = re.compile(r"step_\d{8,}")
 _OTHER_VERSION = "another version of launcher wrote it"
 _RETRY_SECONDS = (2.0, 10.0)
@@ -79,7 +80,7 @@ class NoneLeftError(TrainingError):
 class Marker(BaseModel):
     """Content of commit.json. A checkpoint without it is not valid."""
 
-    format: Literal[2] = FORMAT
+    format: Literal[2, 3] = FORMAT
     step: int
     ranks: int
     """How many ranks wrote it."""
@@ -157,7 +158,7 @@ def read_marker(path: Path) -> Marker:
         where = ".".join(map(str, first["loc"]))
         problem = ": ".join(filter(None, (f"{MARKER} cannot be read", where, first["msg"])))
         with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
-            if (version := json.loads(content)["format"]) != FORMAT:
+            if (version := json.loads(content)["format"]) not in (2, FORMAT):
                 problem = f"{_OTHER_VERSION}: it has format {str(version)[:20]}, and this version "
                 problem += f"reads format {FORMAT}"
     else:
@@ -186,24 +187,24 @@ def _not_read(name: str, error: OSError) -> str:
 def verify(path: Path, deep: bool = True, *, rank: int = 0, ranks: int = 1) -> str | None:
     """Returns what is wrong with a checkpoint, or None; `Unreadable` if that cannot be known.
 
-    deep: compares checksums, not only sizes; this rank reads every ranks-th file.
+    deep: compares checksums, not only sizes. This rank verifies every ranks-th file.
     """
     try:
         stored = read_marker(path).files
     except DamagedCheckpointError as error:
         return error.problem
-    for name, file in stored.items():
+    mine = sorted(stored, key=lambda name: -stored[name].bytes)[rank::ranks]
+    for name in mine:
         try:
             status = (path / name).stat()
         except OSError as error:
             return _not_read(name, error)
         if not stat.S_ISREG(status.st_mode):
             return f"{name} is not a regular file"
-        if status.st_size != file.bytes:
-            return f"{name} has {status.st_size:,} bytes instead of {file.bytes:,}"
+        if status.st_size != stored[name].bytes:
+            return f"{name} has {status.st_size:,} bytes instead of {stored[name].bytes:,}"
     if not deep:
         return None
-    mine = sorted(stored, key=lambda name: -stored[name].bytes)[rank::ranks]
     size = sum(stored[name].bytes for name in mine)
     pool = ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))))
     with pool, task(f"verifying {path.name}", size) as advance:
@@ -333,14 +334,17 @@ def prune(
     what it points to.
     """
     leftovers = [Path(entry.path) for entry in os.scandir(folder) if _SCRATCH.fullmatch(entry.name)]
-    checkpoints = list_checkpoints(folder)
-    valid = [path for path in checkpoints if verify(path, deep=False) is None]
-    old = [
-        path
-        for path in valid[:-keep_last]
-        if not (keep_every is not None and step_of(path) % keep_every == 0)
-        and step_of(path) not in (best_step, *earlier_best)
-    ]
+    old: list[Path] = []
+    valid = 0
+    for path in reversed(list_checkpoints(folder)):
+        step = step_of(path)
+        kept = step in (best_step, *earlier_best) or (keep_every and step % keep_every == 0)
+        # A verification looks at each file of a checkpoint: not those that are kept in any case
+        if (valid >= keep_last and kept) or verify(path, deep=False) is not None:
+            continue
+        if valid >= keep_last:
+            old.insert(0, path)
+        valid += 1
     problems = {}
     for path in (*leftovers, *old):
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from launcher.console import task
 from launcher.distributed.process_group import from_rank_0, gather
 from launcher.errors import RecipeError
 from launcher.models.safetensors_files import DTYPES, StoredRows, StoredTensors, Tensors
+from launcher.models.shards import local_rows
 from launcher.reliability.json_files import Json
 
 
@@ -57,7 +58,7 @@ def load(
     and number of ranks may have written it. every: the tensors of all ranks (`Holders.every`); None:
     each rank has all. Raises RecipeError if it is of another model, and DamagedCheckpointError if it
     cannot be read."""
-    stored = open_tensors(path)
+    stored = open_tensors(path, tensors)
     _compare(path, stored.tensors, tensors if every is None else every)
     problem = None
     try:
@@ -94,19 +95,53 @@ def read_local(path: Path, rank: int) -> dict[str, torch.Tensor]:
         raise DamagedCheckpointError(path, f"{name} cannot be read: {error}") from None
 
 
-def open_tensors(path: Path) -> StoredTensors:
-    """A checkpoint's tensors. Raises DamagedCheckpointError."""
+def open_tensors(path: Path, own: Tensors | None = None) -> StoredTensors:
+    """A checkpoint's tensors. own: this rank reads only its parts of these tensors; None: all can be
+    read. Raises DamagedCheckpointError.
+
+    index.json has the dtype, the shape and a list of parts of each tensor. A part is the rank that
+    wrote it, its first row and its number of rows, and unless it has all columns, its first column
+    and their number. Tensors with the same parts have the number of one list. In format 2 each tensor
+    has a list of its own, with names of files instead of ranks.
+    """
     parts, tensors = {}, {}
     try:
-        for name, entry in json.loads((path / files.INDEX).read_bytes()).items():
-            parts[name] = [StoredRows(path / file, *box) for file, *box in entry["parts"]]
-            if outside := [part.file for part in parts[name] if part.file.parent != path]:
-                raise ValueError(f"{name} is in {outside[0]}, outside of the checkpoint")
+        index = json.loads((path / files.INDEX).read_bytes())
+        lists, entries = index.get("parts"), index.get("tensors")
+        if lists is None:
+            lists = [entry["parts"] for entry in index.values()]
+            entries = {name: entry | {"parts": i} for i, (name, entry) in enumerate(index.items())}
+
+        @cache
+        def read_parts(number: int, wanted: range | None) -> list[StoredRows]:
+            """Those with rows that are wanted. None: all."""
+            return [
+                StoredRows(_file(path, writer), first, rows, *columns)
+                for writer, first, rows, *columns in lists[number]
+                if wanted is None or (first < wanted.stop and wanted.start < first + rows)
+            ]
+
+        for name, entry in entries.items():
             dtype = DTYPES[entry["dtype"]]
             tensors[name] = torch.empty(entry["shape"], dtype=dtype, device="meta")
+            if own is None or name in own:
+                parts[name] = read_parts(entry["parts"], None if own is None else _rows(own[name]))
     except Exception as error:  # the file may hold any JSON
         raise DamagedCheckpointError(path, f"{files.INDEX} cannot be read: {error}") from None
     return StoredTensors(parts, tensors)
+
+
+def _file(path: Path, writer: int | str) -> Path:
+    file = path / (writer if isinstance(writer, str) else files.rank_file(writer))
+    if file.parent != path:
+        raise ValueError(f"it names {writer}, outside of the checkpoint")
+    return file
+
+
+def _rows(tensor: torch.Tensor) -> range | None:
+    """The rows that this rank has of a tensor; None for a scalar."""
+    local, first = local_rows(tensor)
+    return range(first, first + len(local)) if local.ndim else None
 
 
 def _compare(path: Path, stored: Tensors, tensors: Tensors) -> None:

@@ -9,7 +9,7 @@ import shutil
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from launcher.checkpoint import files
-from launcher.checkpoint.layout import LOCAL, Holders, Layout, as_bytes, plan
+from launcher.checkpoint.layout import LOCAL, Holders, Layout, Written, as_bytes, index_of, plan
 from launcher.checkpoint.staging import StagingBuffer
 from launcher.console import bytes_as_text, task
 from launcher.distributed.process_group import CHECKPOINT_GROUP, gather
@@ -153,7 +153,7 @@ class Checkpointer:
 
     def prepare(self, tensors: Tensors, *, local: Tensors) -> None:
         """Allocates the buffer for asynchronous saves of these tensors from a GPU, and page-locks it
-        while training begins. Without this call it stays pageable. All ranks must call it."""
+        while training begins. Without this call it stays pageable."""
         if self._stream is not None:
             self._buffer = StagingBuffer(
                 _aligned(plan(tensors, local, self._group, self._held).size)
@@ -240,8 +240,12 @@ class Checkpointer:
             if self._settings.asynchronous:
                 self._on_all_ranks(lambda: self._stage(save, layout.size, pieces))
             scratch = self._on_rank_0(lambda: files.scratch_folder(self.folder, save.step))
-            written = self._on_all_ranks(lambda: self._write(scratch, layout, pieces, state))
-            stored = {name: file for part in written for name, file in part.items()}
+            of_ranks: list[Any] | None = [None] * self._ranks if self._rank == 0 else None
+            dist.gather_object(layout.written, of_ranks, group=self._group, group_dst=0)
+            files_of_ranks = self._on_all_ranks(
+                lambda: self._write(scratch, layout, pieces, state, of_ranks)
+            )
+            stored = {name: file for part in files_of_ranks for name, file in part.items()}
             save.bytes = sum(file.bytes for file in stored.values())
             save.path = self._on_rank_0(
                 lambda: files.commit(scratch, step=save.step, ranks=self._ranks, files=stored)
@@ -308,8 +312,15 @@ class Checkpointer:
         save.staged.set()
 
     def _write(
-        self, scratch: Path, layout: Layout, pieces: _Pieces, state: bytes
+        self,
+        scratch: Path,
+        layout: Layout,
+        pieces: _Pieces,
+        state: bytes,
+        of_ranks: Sequence[Written] | None,
     ) -> dict[str, StoredFile]:
+        """Writes this rank's file, and on rank 0 the small ones. of_ranks: what each rank writes, on
+        rank 0. Returns the files by name."""
         parts = [part for _, part in pieces]
         if self._buffer is not None:
             parts = [self._buffer.memory[: _aligned(layout.size)]]
@@ -322,8 +333,9 @@ class Checkpointer:
         with task(title, layout.size, background=True) as advance:
             stored = write_chunks(scratch / name, chunks, size=layout.size, advance=advance)
         written = {name: stored}
-        if layout.index is not None:  # on rank 0
-            written[files.INDEX] = write_file(scratch / files.INDEX, layout.index)
+        if of_ranks is not None:
+            index = index_of(layout.every, of_ranks)
+            written[files.INDEX] = write_file(scratch / files.INDEX, index)
             written[files.STATE] = write_file(scratch / files.STATE, state)
         return written
 

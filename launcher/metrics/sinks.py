@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from launcher.errors import first_line
 from launcher.files import replace_text
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 WANDB_START, WANDB_END = 30, 60
 """Seconds that a run waits for wandb's server: then it is recorded offline, or what is left is not
 uploaded at the end. In between wandb has a process of its own."""
-
-
+_TAIL = 1 << 18
+"""Bytes at the end of metrics.jsonl that are read first when later steps are removed."""
 Record = dict[str, Any]
 """A line of metrics.jsonl, and maybe `samples`, the answers that an evaluation generated."""
 
@@ -65,20 +65,37 @@ class JsonLines:
 
 
 def remove_later_steps(file: Lines, step: int) -> int:
-    """Removes the lines after `step`, and lines that a crash has damaged; returns how many. A
-    reader sees the old lines or the new ones."""
+    """Removes the lines after `step`, and lines beside them that a crash has damaged; returns how
+    many. Reads the end of the file: a run of weeks has written hundreds of megabytes."""
     file.close()
     forgotten = file.forget(lambda line: _step_of(line) <= step)
     if not file.path.exists():
         return forgotten
-    lines = file.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if line.endswith("\n") and _step_of(line) <= step]
-    if len(kept) < len(lines):
-        replace_text(file.path, "".join(kept))
+    with file.path.open("r+b") as stream:
+        begin, lines = _last_lines(stream, step)
+        kept = [line for line in lines if line.endswith(b"\n") and _step_of(line) <= step]
+        if len(kept) < len(lines):
+            stream.seek(begin)
+            stream.write(b"".join(kept))
+            stream.truncate()
     return forgotten + len(lines) - len(kept)
 
 
-def _step_of(line: str) -> float:
+def _last_lines(stream: BinaryIO, step: int) -> tuple[int, list[bytes]]:
+    """Where the last lines begin, and these lines. The first of them is of `step` or of an earlier
+    one, unless they are all lines."""
+    end, size = stream.seek(0, os.SEEK_END), _TAIL
+    while True:
+        begin = stream.seek(max(0, end - size))
+        if begin > 0:
+            begin += len(stream.readline())  # the end of a line
+        lines = stream.readlines()
+        if begin == 0 or (lines and _step_of(lines[0]) <= step):
+            return begin, lines
+        size *= 4
+
+
+def _step_of(line: str | bytes) -> float:
     """Infinity if the line is damaged."""
     try:
         return float(json.loads(line)["step"])

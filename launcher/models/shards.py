@@ -10,10 +10,16 @@ from torch.distributed.tensor import DTensor
 from launcher.models.nf4 import is_packed, quantize, shape_of
 
 
-def chunks(size: int, parts: int) -> list[range]:
-    """How DTensors divide a dimension, like torch.chunk; the last parts may be empty."""
+def chunk(size: int, parts: int, number: int) -> range:
+    """The part with this number of a dimension that DTensors divide, like torch.chunk; the last
+    parts may be empty."""
     width = -(-size // parts)
-    return [range(min(i * width, size), min((i + 1) * width, size)) for i in range(parts)]
+    return range(min(number * width, size), min((number + 1) * width, size))
+
+
+def chunks(size: int, parts: int) -> list[range]:
+    """All parts of a dimension that DTensors divide."""
+    return [chunk(size, parts, number) for number in range(parts)]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -54,7 +60,7 @@ def _local_range(tensor: DTensor, dimension: int) -> range:
     # parallelism has left
     for index in reversed(range(mesh.ndim)):
         if getattr(tensor.placements[index], "dim", None) == dimension:
-            own = chunks(len(part), mesh.size(index))[mesh.get_local_rank(index)]
+            own = chunk(len(part), mesh.size(index), mesh.get_local_rank(index))
             part = part[own.start : own.stop]
     return part
 

@@ -29,6 +29,7 @@ from launcher.distributed.environment import Environment
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.files import write_file
+from launcher.metrics import sinks
 from launcher.metrics.sinks import JsonLines
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
@@ -342,6 +343,21 @@ def test_metrics_after_the_checkpoint_are_removed(tmp_path):
     assert sink.go_back(0, exact=True) == 3
     sink.close("finished")
     assert metrics.read_text() == ""
+
+
+def test_only_the_end_of_a_long_metrics_file_is_read(tmp_path, monkeypatch):
+    metrics, read, loads = tmp_path / "metrics.jsonl", [], json.loads
+    lines = [json.dumps({"step": step}) + "\n" for step in range(1, 2001)]
+    monkeypatch.setattr(sinks.json, "loads", lambda line: read.append(line) or loads(line))
+    for tail in (1, 1 << 10, 1 << 20):
+        monkeypatch.setattr(sinks, "_TAIL", tail)
+        metrics.write_text("".join(lines))
+        assert JsonLines(metrics).go_back(1990, exact=True) == 10
+        assert metrics.read_text() == "".join(lines[:1990])
+        assert (len(read) < 100) is (tail < 1 << 20)
+        assert JsonLines(metrics).go_back(5, exact=True) == 1985
+        assert metrics.read_text() == "".join(lines[:5])
+        read.clear()
 
 
 def environment(**more):

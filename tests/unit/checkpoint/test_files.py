@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save
 
 from launcher.checkpoint import files, reader, staging, state, writer
 from launcher.checkpoint.files import (
@@ -85,9 +86,9 @@ DAMAGE = {
         "commit.json cannot be read",
     ),
     "other format": (
-        edit_marker(lambda m: m.update(format=3, shards={})),
-        "step_00000020 cannot be used: another version of launcher wrote it: it has format 3, and "
-        "this version reads format 2",
+        edit_marker(lambda m: m.update(format=4, shards={})),
+        "step_00000020 cannot be used: another version of launcher wrote it: it has format 4, and "
+        "this version reads format 3",
     ),
     "other step": (edit_marker(lambda m: m.update(step=7)), "commit.json is that of step 7"),
     "file outside": (
@@ -137,10 +138,13 @@ def test_no_valid_checkpoint_raises(tmp_path):
 def test_each_file_is_checked_by_one_rank(tmp_path):
     path = write(tmp_path, 1)
     flip_bit(path / "index.json")
-    found = [verify(path, rank=rank, ranks=3) for rank in range(3)]
-    assert sorted(problem is None for problem in found) == [False, True, True]
-    assert verify(path, deep=False) is None
-    assert "index.json" in verify(path)
+    resize("state.json", 999)(path)
+    assert [verify(path, rank=rank, ranks=3) for rank in range(3)] == [
+        None,
+        "index.json has changed since it was written",
+        "state.json has 999 bytes instead of 1,000",
+    ]
+    assert "state.json" in verify(path, deep=False)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -166,6 +170,20 @@ def test_prune_keeps_last_milestones_and_best(tmp_path):
     assert steps(tmp_path) == [20, 30, 40, 80], "newer checkpoints must be removed"
     prune(tmp_path, keep_last=1)
     assert steps(tmp_path) == [80]
+
+
+def test_prune_verifies_what_it_counts_or_deletes(tmp_path, monkeypatch):
+    """It looked at each file of all checkpoints that a run had ever kept, at every save."""
+    for step in range(10, 110, 10):
+        write(tmp_path, step)
+    verified = []
+    monkeypatch.setattr(files, "verify", lambda path, deep: verified.append(files.step_of(path)))
+    prune(tmp_path, keep_last=2, keep_every=20, best_step=30)
+    assert steps(tmp_path) == [20, 30, 40, 60, 80, 90, 100]
+    assert verified == [100, 90, 70, 50, 10]
+    verified.clear()
+    prune(tmp_path, keep_last=2, keep_every=20, best_step=30)
+    assert verified == [100, 90]
 
 
 def test_prune_keeps_the_newest_valid_checkpoint(tmp_path):
@@ -499,12 +517,49 @@ def test_checkpoint_of_another_model_is_refused(saved, group):
 
 def test_index_may_not_name_files_outside_of_the_checkpoint(saved, tmp_path):
     path, *_ = saved
-    index = json.loads((path / "index.json").read_text())
     for file in ("../../other.safetensors", "/etc/other.safetensors"):
-        index["model.0.weight"]["parts"][0][0] = file
+        index = {"a": {"dtype": "F32", "shape": [1], "parts": [[file, 0, 1]]}}
         (path / "index.json").write_text(json.dumps(index))
         with pytest.raises(DamagedCheckpointError, match="outside of the checkpoint"):
             reader.open_tensors(path)
+
+
+OLD_INDEX = """
+{"model.weight":{"dtype":"F32","shape":[4,4],"parts":[["rank_00000.safetensors",0,2],["rank_00001.safetensors",2,2]]},
+"model.columns":{"dtype":"BF16","shape":[2,6],"parts":[["rank_00000.safetensors",0,2,0,4],["rank_00001.safetensors",0,2,4,2]]},
+"optimizer.weight.step":{"dtype":"F32","shape":[],"parts":[["rank_00001.safetensors",0,1]]}}
+"""
+
+
+def test_checkpoint_of_format_2_is_read(tmp_path, group):
+    """Each tensor had a list of its own parts, with names of files."""
+    weight, columns = torch.arange(16.0).view(4, 4), torch.arange(12.0).view(2, 6).bfloat16()
+    parts = [
+        {"model.weight": weight[:2], "model.columns": columns[:, :4].contiguous()},
+        {
+            "model.weight": weight[2:],
+            "model.columns": columns[:, 4:].contiguous(),
+            "optimizer.weight.step": torch.tensor(7.0),
+        },
+    ]
+    scratch = files.scratch_folder(tmp_path, 5)
+    contents = {files.rank_file(rank): save(part) for rank, part in enumerate(parts)}
+    contents |= {files.INDEX: OLD_INDEX.encode(), files.STATE: b"{}"}
+    stored = {name: write_file(scratch / name, data) for name, data in contents.items()}
+    path = files.commit(scratch, step=5, ranks=2, files=stored)
+    edit_marker(lambda marker: marker.update(format=2))(path)
+    assert reader.find_checkpoint(tmp_path, group=group) == path
+    tensors = {
+        "model.weight": torch.zeros(4, 4),
+        "model.columns": torch.zeros(2, 6, dtype=torch.bfloat16),
+        "optimizer.weight.step": torch.tensor(0.0),
+    }
+    reader.load(path, tensors, group=group)
+    assert torch.equal(tensors["model.weight"], weight)
+    assert torch.equal(tensors["model.columns"], columns)
+    assert tensors["optimizer.weight.step"] == 7
+    read = reader.open_tensors(path)  # as exports read it
+    assert torch.equal(read.read("model.columns"), columns)
 
 
 class FolderCreator:
