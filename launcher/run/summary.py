@@ -141,7 +141,7 @@ def _model(training: Training) -> Iterator[str]:
     )
     for change in config_changes(recipe.model):
         yield f"model.config: {change}"
-    yield training.wrapped.description()
+    yield training.wrapped.summary()
     if recipe.lora is not None and recipe.lora.quantize is not None:
         yield describe_nf4(blocks.values())
     precision = recipe.strategy.mixed_precision

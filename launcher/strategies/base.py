@@ -46,6 +46,27 @@ class NormGroup:
     """Whether some ranks may have no gradient at all, as a stage whose weights are all frozen."""
 
 
+class Schedule(ABC):
+    """Runs the micro-batches of a step in another order than one after another."""
+
+    @abstractmethod
+    def description(self) -> str:
+        """Describes the order, and what of the model this rank has."""
+
+    @abstractmethod
+    def accumulate(
+        self,
+        wrapped: WrappedModel,
+        micro_batches: Sequence[_T],
+        loss: Callable[[nn.Module, _T], torch.Tensor],
+        factor: torch.Tensor,
+        *,
+        heartbeat: Callable[[str], None],
+        stop_reached: Callable[[], bool],
+    ) -> torch.Tensor | None:
+        """See `WrappedModel.accumulate`."""
+
+
 class WrappedModel(ABC):
     """A model distributed over its ranks. `root` is the wrapper of a `Root`; `module` is the model,
     with its parameters, names and config."""
@@ -59,12 +80,21 @@ class WrappedModel(ABC):
         """Forward passes run under autocast with this dtype; None: without."""
         self.norm_groups: list[NormGroup] = []
         """The groups over which gradients are divided, the innermost first."""
+        self.counted_elsewhere: frozenset[nn.Parameter] = frozenset()
+        """Parameters whose gradients another rank of the last of these groups has, too."""
+        self.schedule: Schedule | None = None
+        """None: micro-batches run one after another."""
         self._device_type = ranks.device.type
         self._parameters = [p for p in module.parameters() if p.requires_grad]
 
     @abstractmethod
     def description(self) -> str:
         """Describes precision and sharding of the wrapped model."""
+
+    def summary(self) -> str:
+        """The schedule, if there is one, and the description."""
+        text = self.description()
+        return text if self.schedule is None else f"{self.schedule.description()}; {text}"
 
     def forward_context(self) -> AbstractContextManager[object]:
         """Context that sets the precision of forward passes."""
@@ -91,6 +121,10 @@ class WrappedModel(ABC):
         """Runs the micro-batches of a step forwards and backwards. The gradients are those of their
         summed losses times `factor`. Returns the sum of what `loss` returns, detached; None if
         `stop_reached`, which is called before each micro-batch, returns true."""
+        if self.schedule is not None:
+            return self.schedule.accumulate(
+                self, micro_batches, loss, factor, heartbeat=heartbeat, stop_reached=stop_reached
+            )
         total = torch.zeros_like(factor)
         last = len(micro_batches) - 1
         for index, micro_batch in enumerate(micro_batches):
@@ -147,7 +181,8 @@ class WrappedModel(ABC):
     def grad_norm(self) -> torch.Tensor:
         """2-norm of all gradients over all ranks, including any loss scale: a scalar tensor, equal
         on every rank. Does not synchronize with the device."""
-        left = {p: local_gradient(p) for p in self._parameters if p.grad is not None}
+        counted = (p for p in self._parameters if p not in self.counted_elsewhere)
+        left = {p: local_gradient(p) for p in counted if p.grad is not None}
         if not self.norm_groups:
             return joint_norm([*left.values()])
         total: torch.Tensor | None = None

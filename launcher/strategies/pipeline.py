@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from launcher.distributed.rank_layout import RankLayout
-from launcher.strategies.base import NormGroup, WrappedModel, local_gradient
+from launcher.strategies.base import NormGroup, Schedule, WrappedModel, local_gradient
 
 _T = TypeVar("_T")
 
@@ -187,58 +186,35 @@ class _Exchange:
         self._begun[each] = tensor, work
 
 
-class Pipelined(WrappedModel):
-    """The stages of a rank, wrapped by another strategy, which shards them over the ranks with the
+class Pipeline(Schedule):
+    """The passes of the stages of a rank, of a model that another strategy shards over the ranks with the
     same blocks."""
 
-    def __init__(
-        self, inner: WrappedModel, staged: StagedModel, *, schedule: str, ranks: RankLayout
-    ) -> None:
-        super().__init__(inner.root, module=inner.module, ranks=ranks)
-        self.inner, self.staged, self._name = inner, staged, schedule
-        self.measures_waits = inner.measures_waits
-        self.autocast_dtype = inner.autocast_dtype
-        if 0 not in staged.own:  # the norm has the gradients of one copy
-            tied = {*staged.tied_weights}
-            self._parameters = [p for p in self._parameters if p not in tied]
-        self.norm_groups = [*inner.norm_groups, NormGroup(staged.links.group, lacking=True)]
+    def __init__(self, wrapped: WrappedModel, staged: StagedModel, *, schedule: str) -> None:
+        """Becomes the schedule of the wrapped model, and adds the group of the stages to those of its
+        norm. schedule: `strategy.pipeline_schedule`."""
+        self.staged, self._name = staged, schedule
+        wrapped.schedule = self
+        wrapped.norm_groups.append(NormGroup(staged.links.group, lacking=True))
+        if 0 not in staged.own:
+            wrapped.counted_elsewhere = frozenset(staged.tied_weights)
 
     def description(self) -> str:
         blocks = " and ".join(
             f"{part.start} to {part.stop - 1}" for part in self.staged.parts_of_rank()
         )
         sizes = f"{self.staged.count} stages over {self.staged.links.size} ranks"
-        return f"pipeline ({self._name}): {sizes}, blocks {blocks} here; {self.inner.description()}"
-
-    def forward_context(self) -> AbstractContextManager[object]:
-        return self.inner.forward_context()
-
-    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        return self.inner.micro_batch(last=last)
-
-    def reshard(self) -> None:
-        self.inner.reshard()
-
-    def optimized(self, parameter: nn.Parameter) -> nn.Parameter:
-        return self.inner.optimized(parameter)
-
-    def finish_gradients(self) -> None:
-        self.inner.finish_gradients()
-
-    def before_step(self) -> None:
-        self.inner.before_step()
-
-    def after_step(self) -> None:
-        self.inner.after_step()
+        return f"pipeline ({self._name}): {sizes}, blocks {blocks} here"
 
     def accumulate(
         self,
+        wrapped: WrappedModel,
         micro_batches: Sequence[_T],
         loss: Callable[[nn.Module, _T], torch.Tensor],
         factor: torch.Tensor,
         *,
-        heartbeat: Callable[[str], None] = lambda phase: None,
-        stop_reached: Callable[[], bool] = lambda: False,
+        heartbeat: Callable[[str], None],
+        stop_reached: Callable[[], bool],
     ) -> torch.Tensor | None:
         """Runs this rank's passes of a step. The sum of the losses is that of the last stage, and 0 on
         the other ranks."""
@@ -254,7 +230,7 @@ class Pipelined(WrappedModel):
         # What is on the host is not copied to the device for its shape
         host: Any = getattr(micro_batches, "host", micro_batches)
         exchange = _Exchange(
-            passes, staged, lambda number: host[number].inputs["input_ids"], self.waiting
+            passes, staged, lambda number: host[number].inputs["input_ids"], wrapped.waiting
         )
         in_flight: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         total = torch.zeros_like(factor)
@@ -269,7 +245,7 @@ class Pipelined(WrappedModel):
                 if received is not None:
                     received.requires_grad_()
                 staged.enter(stage, received)
-                summed, sent = self.inner.call(self._forward, micro_batches[each.micro_batch], loss)
+                summed, sent = wrapped.call(self._forward, micro_batches[each.micro_batch], loss)
                 if staged.is_last(stage):
                     total = total + summed.detach()
                     sent = (summed if summed.ndim == 0 else summed[0]) * factor
@@ -283,13 +259,13 @@ class Pipelined(WrappedModel):
             gradient = exchange.receive(each, output)
             del in_flight[key]
             exchange.begin_next(in_flight)
-            with self.inner.micro_batch(last=each == last_of[each.chunk]):
+            with wrapped.micro_batch(last=each == last_of[each.chunk]):
                 if output.requires_grad:  # not if all before it is frozen
                     output.backward(gradient)  # type: ignore[no-untyped-call]
             if received is not None:
                 exchange.send(_gradient_of(received), each)
         exchange.finish()
-        self._add_tied()
+        self._add_tied(wrapped)
         return total
 
     def _forward(
@@ -301,7 +277,7 @@ class Pipelined(WrappedModel):
         return summed, self.staged.leave()
 
     @torch.no_grad()
-    def _add_tied(self) -> None:
+    def _add_tied(self, wrapped: WrappedModel) -> None:
         """Adds the gradients that the first and the last stage have of weights that they share."""
         staged, group = self.staged, self.staged.links.group
         every = [local_gradient(p) for p in staged.tied_weights if p.grad is not None]
@@ -315,7 +291,7 @@ class Pipelined(WrappedModel):
             for sent, received in zip(mine, others, strict=True)
             for operation, gradient in ((dist.isend, sent), (dist.irecv, received))
         ]
-        with self.waiting():
+        with wrapped.waiting():
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
         for gradient, other in zip(own, others, strict=True):

@@ -54,7 +54,7 @@ from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
 from launcher.strategies.activation_checkpointing import Kept
 from launcher.strategies.base import InitFn, WrappedModel, compute_dtype
-from launcher.strategies.pipeline import Pipelined
+from launcher.strategies.pipeline import Pipeline
 from launcher.strategies.wrap import REAL, Parts, Wrappers, wrap
 
 logger = logging.getLogger(__name__)
@@ -159,10 +159,9 @@ class PreparedModel:
             init_fn=init_fn or self.weights.init_fn,
             wrappers=wrappers,
         )
-        if divided.stages is None:
-            return wrapped
-        schedule = recipe.strategy.pipeline_schedule
-        return Pipelined(wrapped, divided.stages, schedule=schedule, ranks=ranks)
+        if divided.stages is not None:
+            Pipeline(wrapped, divided.stages, schedule=recipe.strategy.pipeline_schedule)
+        return wrapped
 
     def _kept(self, recipe: Recipe, ranks: RankLayout, *, one_rank: bool) -> dict[str, Kept] | None:
         """What the budget of activation checkpointing keeps of each block; None without a budget."""
