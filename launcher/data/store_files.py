@@ -273,7 +273,7 @@ def stored_columns(folder: Path, kind: str, offsets: npt.NDArray[Any]) -> dict[s
         of_documents = "desirable"
     columns: dict[str, Any] = {}
     if (file := folder / "classes.npy").exists():
-        columns[of_documents] = np.load(file)
+        columns[of_documents] = np.load(file, mmap_mode="r").view(MappedArray)
     if (file := folder / "weights.bin").exists():
         weights = MappedArray(file, dtype=np.float32, mode="r")
         columns[of_tokens] = weights if of_tokens == "weights" else weights[offsets[:-1]]

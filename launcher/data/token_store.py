@@ -569,7 +569,7 @@ def _load(folder: Path, files: list[SourcePart], encoder: Encoder) -> TokenStore
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     sizes = {file.name: file.size for file in files}
     counts = {name: meta[name] for name in ("documents", "tokens", "content")}
-    offsets = np.load(folder / "offsets.npy")
+    offsets = np.load(folder / "offsets.npy", mmap_mode="r").view(MappedArray)
 
     def mapped(name: str, dtype: type | np.dtype[Any]) -> Any:
         file = folder / name
