@@ -226,6 +226,8 @@ def _moved(pieces: Sequences, offsets: Integers, begins: Integers) -> Sequences:
 
 def _chosen(sequences: Sequences, kept: npt.NDArray[np.bool_]) -> Sequences:
     """The sequences that are kept, (sequences,)."""
+    if kept.all():
+        return sequences
     pieces = np.diff(sequences.bounds)
     chosen = np.repeat(kept, pieces)
     return replace(
@@ -341,7 +343,7 @@ def stream_of_text(offsets: Integers, length: int, begins: Integers | None = Non
     the last one of its document. begins: see `Stream`. No document is empty."""
     documents, total = len(offsets) - 1, int(offsets[-1])
     count = -(-total // length)
-    numbers = [np.zeros(0, dtype=np.int64)]
+    lost = [np.zeros(0, dtype=np.int64)]  # numbers of sequences without a target
     split = dropped = 0
     before = -1  # the document that the last cut divides
     for block in range(0, count, _COUNTED_SEQUENCES):
@@ -354,13 +356,13 @@ def stream_of_text(offsets: Integers, length: int, begins: Integers | None = Non
         before = int(divided[-1])
         kept = np.diff(ended) < np.diff(cuts)
         dropped += int((np.diff(ended) - (divided >= 0))[~kept].sum())
-        numbers.append(numbered[:-1][kept])
-    kept_numbers = np.concatenate(numbers)
+        lost.append(numbered[:-1][~kept])
+    without = np.concatenate(lost)
     return Stream(
         offsets,
         length,
         begins,
-        None if len(kept_numbers) == count else kept_numbers,
+        np.delete(np.arange(count), without) if len(without) else None,
         documents=documents,
         split_documents=split,
         dropped_documents=dropped,
@@ -392,16 +394,7 @@ def best_fit(pieces: Sequences, length: int) -> Sequences:
 
     Needs at most 11/9 of the fewest sequences possible, and 4 more (Johnson, 1974).
     """
-    small = np.uint16 if length < 1 << 16 else np.int64  # numpy sorts it in linear time
-    order = np.argsort((length - pieces.lengths).astype(small), kind="stable")
-    counts = np.bincount(pieces.lengths, minlength=length + 1)
-    sequence = np.empty(len(order), dtype=np.int64)
-    sequence[order] = _fitted(counts, length)
-    # Sorted by the first document of each, so that shuffle: false stays near the order of the files
-    first = np.empty(len(order), dtype=np.int64)  # piece of each sequence
-    first[sequence[::-1]] = np.arange(len(order))[::-1]
-    first = first[sequence]
-    number = np.cumsum(first == np.arange(len(order)))[first] - 1
+    number = _numbered(_fitted(pieces.lengths, length))
     order = np.argsort(number, kind="stable")
     return replace(
         pieces,
@@ -411,15 +404,26 @@ def best_fit(pieces: Sequences, length: int) -> Sequences:
     )
 
 
-def _fitted(counts: Integers, length: int) -> Integers:
-    """Best fit for pieces, the longest first: the sequence of each, (pieces,). counts: the number of
-    pieces of each size, (length + 1,).
+def _numbered(sequence: Integers) -> Integers:
+    """The number of the sequence of each piece, (pieces,), where sequences are numbered by their first
+    pieces, so that shuffle: false stays near the order of the files."""
+    pieces = np.arange(len(sequence))
+    first = np.empty_like(pieces)  # piece of each sequence
+    first[sequence[::-1]] = pieces[::-1]
+    first = first[sequence]
+    number: Integers = np.cumsum(first == pieces)[first] - 1
+    return number
+
+
+def _fitted(lengths: Integers, length: int) -> Integers:
+    """The sequence of each piece, (pieces,), by best fit for the longest first.
 
     A piece goes to the fullest sequence that has room for it; of several, to the one that was last
     filled up to there. So pieces of one size that follow each other fill sequences of equal room one
     after another, each until it has no room for a further one. That takes one operation for a range
     of sequences.
     """
+    counts = np.bincount(lengths)
     room: dict[int, list[range]] = {}  # free tokens: sequences, the last one is filled first
     free: list[int] = []  # sorted keys of `room`
     filled: list[tuple[int, int, int, int]] = []  # a range, its length, pieces of each sequence
@@ -453,11 +457,13 @@ def _fitted(counts: Integers, length: int) -> Integers:
             filled.append((sequences.start, sequences.step, len(sequences), most))
             pieces -= most * len(sequences)
     starts, steps, sizes, each = np.array(filled, dtype=np.int64).reshape(-1, 4).T
-    found = np.arange(sizes.sum()) - np.repeat(
-        np.cumsum(sizes) - sizes, sizes
-    )  # place in the range
-    found = np.repeat(starts, sizes) + np.repeat(steps, sizes) * found
-    return np.repeat(found, np.repeat(each, sizes))
+    place = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # in its range
+    found = np.repeat(starts, sizes) + np.repeat(steps, sizes) * place
+    small = np.uint16 if length < 1 << 16 else np.int64  # numpy sorts it in linear time
+    longest_first = np.argsort((length - lengths).astype(small), kind="stable")
+    sequence = np.empty(len(lengths), dtype=np.int64)
+    sequence[longest_first] = np.repeat(found, np.repeat(each, sizes))
+    return sequence
 
 
 class NothingToTrainError(RecipeError):
