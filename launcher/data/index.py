@@ -34,6 +34,7 @@ from launcher.reliability.lock import Ownership
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
+"""Changes with the files, and with what packing makes."""
 _DOCUMENTS = 1 << 16
 """Fewer are packed faster than files are written, in a few MB."""
 

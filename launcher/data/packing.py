@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from launcher.console import advanced
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
@@ -322,6 +323,7 @@ def count_labels(labels: npt.NDArray[np.int32], starts: Integers, ends: Integers
         sums = np.cumsum(np.append(0, labels[begin : ends[last - 1]] != IGNORED))
         counts[first:last] = sums[ends[first:last] - begin] - sums[starts[first:last] - begin]
         first = last
+        advanced()
     return counts
 
 
@@ -357,6 +359,7 @@ def stream_of_text(offsets: Integers, length: int, begins: Integers | None = Non
         kept = np.diff(ended) < np.diff(cuts)
         dropped += int((np.diff(ended) - (divided >= 0))[~kept].sum())
         lost.append(numbered[:-1][~kept])
+        advanced()
     without = np.concatenate(lost)
     return Stream(
         offsets,
