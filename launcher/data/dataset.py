@@ -23,7 +23,7 @@ from launcher.data.collation import (
 )
 from launcher.data.custom import CustomData, CustomDataset
 from launcher.data.encoder import PromptForm
-from launcher.data.packing import Integers, Sequences, text_lengths
+from launcher.data.packing import Integers, Packed, Sizes, text_lengths
 from launcher.data.problems import causes
 from launcher.data.token_store import ModelTraits, TokenStore
 from launcher.errors import RowError
@@ -72,7 +72,7 @@ class SequenceDataset:
     """Samples from a token store. NO_SAMPLE is the index of an empty sample."""
 
     store: TokenStore
-    sequences: Sequences
+    sequences: Packed
     objective: SampleMaker
     inputs: RowInputs
     documents: Integers | None = None
@@ -146,8 +146,7 @@ class SequenceDataset:
     @property
     def lengths(self) -> Sequence[int] | None:
         """Tokens of each sample; None if not known in advance."""
-        bounds = self.sequences.bounds[:-1]
-        return np.add.reduceat(self.sequences.lengths, bounds)  # type: ignore[return-value]
+        return Sizes(self.sequences)
 
     @property
     def document_lengths(self) -> Integers:
@@ -163,17 +162,14 @@ class SequenceDataset:
     @property
     def tokens(self) -> int:
         """Tokens of all sequences."""
-        return int(self.sequences.lengths.sum())
+        return self.sequences.tokens
 
     def pieces(self, index: int) -> Iterator[tuple[int, int, int]]:
         """Document, first token and end of each piece of a sequence, as positions in the store."""
         if index == NO_SAMPLE:
             return
-        store, sequences = self.store, self.sequences
-        index %= len(self)
-        for piece in range(sequences.bounds[index], sequences.bounds[index + 1]):
-            start, length = int(sequences.starts[piece]), int(sequences.lengths[piece])
-            document = int(np.searchsorted(store.offsets, start, side="right")) - 1
+        for start, length in self.sequences.pieces(index % len(self)):
+            document = int(np.searchsorted(self.store.offsets, start, side="right")) - 1
             yield document, start, start + length
 
     def next_tokens(self, index: int) -> Sample:
@@ -318,8 +314,7 @@ class MixtureDataset:
     @property
     def lengths(self) -> Sequence[int] | None:
         """Tokens of each sample."""
-        lengths = [np.asarray(part.lengths) for part in self.parts.values()]
-        return np.concatenate(lengths)  # type: ignore[return-value]
+        return _MixedLengths(self)
 
     @property
     def prompt_forms(self) -> set[PromptForm]:
@@ -346,6 +341,23 @@ class MixtureDataset:
             lines.append(f"{name} ({share:.1%} of the {unit}): {first}")
             lines += [f"{name}: {line}" for line in rest]
         return lines
+
+
+class _MixedLengths(Sequence[int]):
+    """Tokens of the samples of a mixture, counted when they are asked for."""
+
+    def __init__(self, mixture: MixtureDataset) -> None:
+        self._mixture = mixture
+        self._parts = {name: part.lengths for name, part in mixture.parts.items()}
+
+    def __len__(self) -> int:
+        return len(self._mixture)
+
+    def __getitem__(self, index: Any) -> Any:
+        name, index = self._mixture.locate(range(len(self))[index])
+        lengths = self._parts[name]
+        assert lengths is not None
+        return lengths[index]
 
 
 _NO_SOURCE = np.zeros(0, dtype=np.int64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from launcher.data.attachments import moved_attachments
 from launcher.data.packing import Integers
-from launcher.data.store_files import Hashes, document_hashes
+from launcher.data.store_files import Hashes, document_hashes, map_array, write_array
 from launcher.data.token_store import TokenStore
 from launcher.errors import RecipeError
 from launcher.files import checksum_of
@@ -73,15 +74,25 @@ _COLUMNS = ("classes", "first_lengths", "desirable", "margins", "hashes", "origi
 """Fields of a TokenStore with a value for each document."""
 
 
-def copy_documents(store: TokenStore, documents: Integers) -> TokenStore:
-    """A store in memory of the documents with these numbers."""
+def copy_documents(
+    store: TokenStore, documents: Integers, folder: Path | None = None
+) -> TokenStore:
+    """A store of the documents with these numbers, in memory, or with its tokens in mapped files of a
+    folder, `store-NAME.npy`."""
     starts, ends = store.offsets[documents], store.offsets[documents + 1]
-    ranges = list(zip(starts.tolist(), ends.tolist(), strict=True))
+
+    def joined(name: str) -> npt.NDArray[Any]:
+        array = getattr(store, name)
+        ranges = zip(starts.tolist(), ends.tolist(), strict=True)
+        parts = (array[start:end] for start, end in ranges)
+        if folder is None:
+            return np.concatenate([*parts])
+        file = folder / f"store-{name}.npy"
+        write_array(file, parts, dtype=array.dtype, length=int((ends - starts).sum()))
+        return map_array(file)
+
     names = [name for name in ("ids", "labels", "weights") if getattr(store, name) is not None]
-    tokens: Any = {
-        name: np.concatenate([getattr(store, name)[start:end] for start, end in ranges])
-        for name in names
-    }
+    tokens: Any = {name: joined(name) for name in names}
     attachments = store.attachments
     if attachments is not None:
         first = np.searchsorted(attachments["first"], starts)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from launcher.data.batching import (
 from launcher.data.custom import CustomDataset
 from launcher.data.dataset import MapData, MixtureDataset, SampleMaker, SequenceDataset
 from launcher.data.held_out import copy_documents, split_documents
+from launcher.data.index import has_index, open_index
 from launcher.data.modality import Modality
 from launcher.data.packing import NothingToTrainError, text_lengths
 from launcher.data.problems import SHOWN
@@ -46,7 +49,13 @@ def open_dataset(
         if validation:
             data = replace(data, validation_split=None)
         return make_dataset(
-            store, data, objective=objective, tokenizer=tokenizer, model=model, held_out=held_out
+            store,
+            data,
+            objective=objective,
+            tokenizer=tokenizer,
+            model=model,
+            held_out=held_out,
+            build=build,
         )
 
     if not isinstance(source, dict):
@@ -66,12 +75,42 @@ def make_dataset(
     model: ModelTraits,
     held_out: bool = False,
     of_shard: bool = False,
+    build: bool | None = None,
 ) -> SequenceDataset:
     """The documents of a store as the objective packs them and makes samples of them.
 
     With data.validation_split, they are without those that are held out, or with `held_out` only
-    these. of_shard: see `split_documents`.
+    these. of_shard: see `split_documents`. build: see `open_index`; None: without an index.
     """
+    make = partial(
+        _packed,
+        store,
+        data,
+        objective=objective,
+        tokenizer=tokenizer,
+        model=model,
+        held_out=held_out,
+        of_shard=of_shard,
+    )
+    if build is None or not has_index(store):
+        return make()
+    content: list[object] = [type(objective).__name__, data.kind, data.packing, data.joins_rows]
+    content += [data.sequence_length, data.overlong, data.validation_split, held_out]
+    return open_index(store, content, make, objective.empty(data, model), build=build)
+
+
+def _packed(
+    store: TokenStore,
+    data: schema.Data,
+    folder: Path | None = None,
+    *,
+    objective: SampleMaker,
+    tokenizer: str | None,
+    model: ModelTraits,
+    held_out: bool,
+    of_shard: bool,
+) -> SequenceDataset:
+    """See `make_dataset`. folder: for copies of documents; None: they are in memory."""
     if data.overlong == "error":
         modalities = model.attachments.modalities
         _refuse_overlong(store, data, tokenizer=tokenizer, modalities=modalities)
@@ -83,7 +122,8 @@ def make_dataset(
     if held_out and not mask.any():
         raise NothingToTrainError("data.validation_split: no document is held out")
     if held_out:
-        return objective.open(copy_documents(store, np.flatnonzero(mask)), data, model)
+        copied = copy_documents(store, np.flatnonzero(mask), folder)
+        return objective.open(copied, data, model)
     return objective.open(store, data, model, documents=np.flatnonzero(~mask))
 
 

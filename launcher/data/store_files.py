@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
@@ -9,6 +10,7 @@ import mmap
 import os
 import shutil
 import time
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -17,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
+from launcher.console import advanced
 from launcher.data.attachments import moved_attachments
 from launcher.errors import RecipeError, first_line
 from launcher.files import checksum_of, commit_folder, flush, flush_path, replace_text
@@ -55,6 +58,31 @@ class MappedArray(np.memmap[Any, Any]):
         return MappedArray, (self.filename, self.dtype, "r", offset, self.shape)
 
 
+def map_array(file: Path) -> MappedArray:
+    """The array in a .npy file."""
+    mapped: MappedArray = np.load(file, mmap_mode="r").view(MappedArray)
+    return mapped
+
+
+_BLOCK = 1 << 22
+"""Elements of an array that are written at once."""
+
+
+def write_array(
+    file: Path, parts: Iterable[npt.NDArray[Any]], *, dtype: npt.DTypeLike, length: int
+) -> None:
+    """Writes a .npy file of an array with one dimension, which consists of these parts. Raises
+    OSError: `np.save` reports a full disk without its number."""
+    header = {"descr": np.lib.format.dtype_to_descr(np.dtype(dtype)), "fortran_order": False}
+    with file.open("wb") as written:
+        np.lib.format.write_array_header_2_0(written, header | {"shape": (length,)})
+        for part in parts:
+            for start in range(0, len(part), _BLOCK):
+                block = np.ascontiguousarray(part[start : start + _BLOCK], dtype=dtype)
+                written.write(block.data)
+                advanced()
+
+
 def document_hashes(store: TokenStore) -> Hashes:
     """A hash of the tokens and attachments of each document of a TokenStore, (documents,)."""
     tokens = np.ascontiguousarray(store.ids).data.cast("B")
@@ -69,13 +97,14 @@ def document_hashes(store: TokenStore) -> Hashes:
 
 
 def store_problem(folder: Path) -> str:
-    """Why a store cannot be used; empty: it can. Raises RecipeError if it cannot be read, which
-    may be for a time only."""
+    """Why a store, or an index of one, cannot be used; empty: it can. Raises RecipeError if it cannot
+    be read, which may be for a time only."""
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        offsets = np.load(folder / "offsets.npy", mmap_mode="r")
-        if [len(offsets) - 1, offsets[-1]] != [meta["documents"], meta["tokens"]]:
-            return "offsets.npy does not agree with meta.json"
+        if "tokens" in meta:  # of a store
+            offsets = np.load(folder / "offsets.npy", mmap_mode="r")
+            if [len(offsets) - 1, offsets[-1]] != [meta["documents"], meta["tokens"]]:
+                return "offsets.npy does not agree with meta.json"
         for name, size in meta["sizes"].items():
             # An opened file has its present size, also where another node wrote it
             with (folder / name).open("rb") as file:
@@ -100,6 +129,19 @@ def remove_damaged(folder: Path, aside: Path) -> None:
     except OSError as error:
         what = f"{folder} is damaged ({problem}) and cannot be removed: {error.strerror}"
         raise RecipeError(f"data.cache: {what}") from None
+
+
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Errors of a disk that is full or read-only."""
+
+
+def cache_error(error: OSError, folder: Path) -> Exception:
+    """The error to raise when a folder cannot be written to: it says what to do if the disk is full or
+    read-only."""
+    if error.errno not in UNWRITABLE:
+        return error
+    what = f"{folder} cannot be written to: {error.strerror}; free some space there"
+    return RecipeError(f"data.cache: {what}, or give another data.cache")
 
 
 _PROGRESS, _SKIPPED = "progress.json", "skipped.jsonl"
@@ -273,7 +315,7 @@ def stored_columns(folder: Path, kind: str, offsets: npt.NDArray[Any]) -> dict[s
         of_documents = "desirable"
     columns: dict[str, Any] = {}
     if (file := folder / "classes.npy").exists():
-        columns[of_documents] = np.load(file)
+        columns[of_documents] = map_array(file)
     if (file := folder / "weights.bin").exists():
         weights = MappedArray(file, dtype=np.float32, mode="r")
         columns[of_tokens] = weights if of_tokens == "weights" else weights[offsets[:-1]]

@@ -12,7 +12,6 @@ and the offsets say is built again.
 from __future__ import annotations
 
 import contextlib
-import errno
 import glob
 import hashlib
 import itertools
@@ -22,7 +21,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -51,10 +50,13 @@ from launcher.data.problems import problem_lines
 from launcher.data.store_files import (
     COUNTS,
     ORIGIN,
+    UNWRITABLE,
     Hashes,
     MappedArray,
     StoreWriter,
+    cache_error,
     commit,
+    map_array,
     remove_damaged,
     remove_spilled,
     saved_progress,
@@ -304,30 +306,26 @@ def store_in(
     refused = folder.with_name(f"{folder.name}.refused.json")
     _refuse_again(refused, model)
     files = parts if files is None else files
-    lock = _wait(folder, build=build)
-    if lock is not None:
+
+    def tokenize(scratch: Path, lock: Ownership) -> None:
         try:
-            scratch = folder.with_name(f".{folder.name}-{lock.name}")
-            remove_damaged(folder, scratch.with_name(f"{scratch.name}-damaged"))
-            if not folder.is_dir():
-                try:
-                    _build(
-                        folder,
-                        scratch,
-                        parts,
-                        encoder,
-                        data,
-                        files=files,
-                        model=model,
-                        lock=lock,
-                        may_be_empty=may_be_empty,
-                    )
-                except OutOfRangeError as error:
-                    with contextlib.suppress(OSError):
-                        replace_text(refused, json.dumps([*model.range, str(error)]))
-                    raise
-        finally:
-            lock.release()
+            _build(
+                folder,
+                scratch,
+                parts,
+                encoder,
+                data,
+                files=files,
+                model=model,
+                lock=lock,
+                may_be_empty=may_be_empty,
+            )
+        except OutOfRangeError as error:
+            with contextlib.suppress(OSError):
+                replace_text(refused, json.dumps([*model.range, str(error)]))
+            raise
+
+    build_once(folder, tokenize, "tokenize", build=build)
     store = _load(folder, files, encoder)
     if _out_of_range(store, model) and build:  # its error ends the ranks that do not build
         number = _first_out_of_range(store, model)
@@ -336,6 +334,27 @@ def store_in(
         class_number = None if store.classes is None else int(store.classes[number])
         _check_range(origin_of(store, number), largest, class_number, model)
     return store
+
+
+def build_once(
+    folder: Path, make: Callable[[Path, Ownership], None], work: str, *, build: bool
+) -> None:
+    """Waits until a folder is there and whole (`store_problem`), or with `build` makes it if no other
+    process does.
+
+    make: makes the folder, with the name of a scratch folder and the lock of this process. work: what
+    it does, for the log. Raises RecipeError.
+    """
+    lock = _wait(folder, work, build=build)
+    if lock is None:
+        return
+    try:
+        scratch = folder.with_name(f".{folder.name}-{lock.name}")
+        remove_damaged(folder, scratch.with_name(f"{scratch.name}-damaged"))
+        if not folder.is_dir():
+            make(scratch, lock)
+    finally:
+        lock.release()
 
 
 def origin_of(store: TokenStore, number: int) -> Row:
@@ -434,8 +453,8 @@ def _check_range(row: Row, largest: int, class_number: int | None, model: ModelT
         raise OutOfRangeError(f"{row.where}: label {class_number}, but the model has {what}")
 
 
-def _wait(folder: Path, *, build: bool) -> Ownership | None:
-    """Waits for the store, or with `build` for the lock to build it; None: the store is ready."""
+def _wait(folder: Path, work: str, *, build: bool) -> Ownership | None:
+    """Waits for the folder, or with `build` for the lock to build it; None: the folder is ready."""
     lock = folder.parent / "locks" / folder.name
     silence = Silence(lock)
     started = logged = time.monotonic()
@@ -457,12 +476,12 @@ def _wait(folder: Path, *, build: bool) -> Ownership | None:
             except RecipeError as error:  # the folder of the lock cannot be written to
                 raise RecipeError(str(error).replace("run.dir", "data.cache", 1)) from None
         now = time.monotonic()
-        if (size := _written(folder)) != seen:  # the process that tokenizes gets further
+        if (size := _written(folder)) != seen:  # the process that builds gets further
             seen = size
             advanced()
         if now - logged > _LOGGED_SECONDS:
             logged, name = now, owner[0].describe() if owner else "the node's first rank"
-            logger.info(f"waiting for {name} to tokenize ({now - started:.0f} s)")
+            logger.info(f"waiting for {name} to {work} ({now - started:.0f} s)")
         time.sleep(min(_POLL_SECONDS, max(0.05, (now - started) / 4)))
     return None
 
@@ -532,11 +551,8 @@ def _build(
         if folder.is_dir():  # a process took over the lock, and was faster
             keep = False
             return
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            keep = False
-            what = f"{folder.parent} cannot be written to: {error.strerror}; free some space there"
-            raise RecipeError(f"data.cache: {what}, or give another data.cache") from None
-        raise
+        keep = error.errno not in UNWRITABLE
+        raise cache_error(error, folder.parent) from None
     finally:
         if not keep or not saved_progress(scratch, len(tasks)):
             shutil.rmtree(scratch, ignore_errors=True)
@@ -569,7 +585,7 @@ def _load(folder: Path, files: list[SourcePart], encoder: Encoder) -> TokenStore
     meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     sizes = {file.name: file.size for file in files}
     counts = {name: meta[name] for name in ("documents", "tokens", "content")}
-    offsets = np.load(folder / "offsets.npy")
+    offsets = map_array(folder / "offsets.npy")
 
     def mapped(name: str, dtype: type | np.dtype[Any]) -> Any:
         file = folder / name

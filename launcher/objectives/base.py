@@ -23,6 +23,7 @@ from launcher.data.dataset import MapData, SequenceDataset
 from launcher.data.packing import (
     Integers,
     NothingToTrainError,
+    Packed,
     Sequences,
     first_names,
     no_targets,
@@ -191,10 +192,10 @@ class Objective(ABC):
         store = TokenStore(
             ids=np.zeros(0, dtype=np.int32), labels=None, offsets=np.zeros(1, np.int64)
         )
-        sequences = Sequences(none, none, np.zeros(1, dtype=np.int64), 0)
+        sequences = Sequences(none, none, np.zeros(1, dtype=np.int64), documents=0)
         return SequenceDataset(store, sequences, self.for_model(data, model), inputs)
 
-    def pack(self, store: TokenStore, data: schema.Data, documents: Integers | None) -> Sequences:
+    def pack(self, store: TokenStore, data: schema.Data, documents: Integers | None) -> Packed:
         """The sequences of a store."""
         return pack(
             store.offsets,

@@ -12,7 +12,7 @@ from torch import nn
 from launcher.data.batching import NO_SAMPLE
 from launcher.data.collation import EMPTY, Collated, RowInputs, Sample, collated, padded
 from launcher.data.dataset import SequenceDataset
-from launcher.data.packing import Integers, Sequences
+from launcher.data.packing import Integers, Packed
 from launcher.data.token_store import TokenStore
 from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.objectives.base import Example, MetricValues, Objective
@@ -30,7 +30,7 @@ class Classification(Objective):
     causal: ClassVar[bool] = False
     targets_are_fixed: ClassVar[bool] = False
 
-    def pack(self, store: TokenStore, data: schema.Data, documents: Integers | None) -> Sequences:
+    def pack(self, store: TokenStore, data: schema.Data, documents: Integers | None) -> Packed:
         """A document in each sequence. The tokenizer has cut them."""
         return replace(
             super().pack(store, data, documents),

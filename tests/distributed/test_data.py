@@ -12,7 +12,7 @@ import pytest
 
 from tests import REPOSITORY
 from tests.distributed.launching import PATIENCE, run, torchrun, wait_until
-from tests.distributed.test_train import SMALL, TRAIN
+from tests.distributed.test_train import SMALL, TRAIN, training_metrics
 from tests.run_files import status
 
 ROWS = 12_000
@@ -109,3 +109,26 @@ def test_waiting_process_takes_over_tokenization(tmp_path):
     assert all("documents: 300" in output for output in outputs), outputs
     assert sum("tokenizing 1 file" in output for output in outputs) == 1, outputs
     assert [path.name for path in cache.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.long
+def test_ranks_share_the_sequences_of_many_documents(tmp_path):
+    """One rank packs, the other waits. A second run finds what the first one wrote."""
+    file = tmp_path / "rows.jsonl"
+    with file.open("w") as rows:
+        for number in range(70_000):
+            rows.write(
+                json.dumps({"prompt": f"{number}?", "response": "so " * (number % 7 + 1)}) + "\n"
+            )
+    split = ["data.packing=true", "data.validation_split=0.01", "run.max_steps=2"]
+    paths = [f"data.train=[{file}]", f"data.cache={tmp_path}/cache"]
+    losses = []
+    for name, packed in (("first", 2), ("second", 0)):
+        run_dir = tmp_path / name
+        result = torchrun(TRAIN, *SMALL, *INSTRUCT, *split, *paths, f"run.dir={run_dir}", ranks=2)
+        result.check()
+        assert result.output.count("packing 6") + result.output.count("packing 7") == packed
+        losses.append([line["loss"] for line in training_metrics(run_dir)])
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 2
+    assert len([*(tmp_path / "cache").glob("*/index-*")]) == 2

@@ -1,17 +1,20 @@
 """Properties of packing, order, stores and masks that hold for any input (hypothesis)."""
 
+import bisect
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
+from dataclasses import fields
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+from launcher.data import packing as packed_by
 from launcher.data.batching import NO_SAMPLE, RankBatchSampler, SampleOrder, joined_rows, permuted
 from launcher.data.documents import Encoded
 from launcher.data.held_out import held_out
-from launcher.data.packing import pack
+from launcher.data.packing import Sizes, Stream, best_fit, pack, separate, stream, with_targets
 from launcher.data.store_files import StoreWriter
 from launcher.data.token_store import store_rows
 from launcher.models.micro_batch import IGNORED
@@ -103,6 +106,74 @@ def test_packing_has_each_target_once(lengths, kind, packing, size, data):
     assert (counts[learned] == expected[learned]).all()
     assert packed.targets == counts[learned].sum()
     assert counts.max(initial=0) <= 1
+
+
+def best_fit_one_by_one(sizes, length):
+    """The pieces of each sequence: best-fit decreasing, a piece at a time."""
+    contents, room, free = [], defaultdict(list), []
+    for piece in sorted(range(len(sizes)), key=lambda piece: -sizes[piece]):
+        at = bisect.bisect_left(free, sizes[piece])
+        if at == len(free):
+            sequence, left = len(contents), length - sizes[piece]
+            contents.append([])
+        else:
+            sequence, left = room[free[at]].pop(), free[at] - sizes[piece]
+            if not room[free[at]]:
+                free.pop(at)
+        contents[sequence].append(piece)
+        if not room[left]:
+            bisect.insort(free, left)
+        room[left].append(sequence)
+    return sorted(sorted(content) for content in contents)
+
+
+@settings(few, max_examples=1000)
+@given(sizes=some.lists(some.integers(1, 40), min_size=1, max_size=80), more=some.integers(0, 60))
+def test_best_fit_gives_each_piece_the_place_that_it_had_one_by_one(sizes, more):
+    """The order of samples of a run, and so its resume, depends on it."""
+    length = max(sizes) + more
+    offsets = np.cumsum([0, *sizes])
+    fitted = best_fit(separate(offsets, length), length)
+    starts = iter(fitted.starts.tolist())
+    found = [list(itertools.islice(starts, count)) for count in np.diff(fitted.bounds)]
+    expected = best_fit_one_by_one(sizes, length)
+    assert found == [[offsets[piece] for piece in content] for content in expected]
+    assert fitted.lengths.tolist() == [sizes[piece] for content in expected for piece in content]
+
+
+@settings(few, max_examples=1000)
+@given(
+    lengths=some.lists(some.one_of(some.just(1), some.integers(1, 30)), min_size=1, max_size=60),
+    size=some.integers(1, 12),
+    block=some.integers(1, 5),
+    data=some.data(),
+)
+def test_a_stream_of_text_has_the_pieces_that_it_does_not_hold(lengths, size, block, data):
+    offsets = np.cumsum([0, *lengths])
+    chosen = data.draw(some.none() | some.sets(some.integers(0, len(lengths) - 1), min_size=1))
+    documents = None if chosen is None else np.array(sorted(chosen))
+    row = offsets if chosen is None else np.cumsum([0, *np.diff(offsets)[documents]])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_by, "_COUNTED_SEQUENCES", block)
+        made = pack(offsets, "text", packing=True, sequence_length=size, documents=documents)
+    assert isinstance(made, Stream)
+    expected = with_targets(stream(row, size), row, None)
+    starts = expected.starts
+    if chosen is not None:
+        of = np.searchsorted(row, starts, side="right") - 1
+        starts = starts - row[of] + offsets[documents][of]
+    assert made.starts.tolist() == starts.tolist()
+    for field in fields(expected):
+        if field.name != "starts":
+            value = getattr(expected, field.name)
+            assert np.array_equal(getattr(made, field.name), value), field.name
+    pieces = list(zip(starts.tolist(), expected.lengths.tolist(), strict=True))
+    bounds = list(itertools.pairwise(expected.bounds.tolist()))
+    assert [list(made.pieces(index)) for index in range(len(made))] == [
+        pieces[first:last] for first, last in bounds
+    ]
+    assert list(Sizes(made)) == [expected.lengths[first:last].sum() for first, last in bounds]
+    assert (len(made), made.tokens) == (len(expected), expected.tokens)
 
 
 @few
