@@ -246,9 +246,43 @@ def open_store(
     wait; if the building rank fails, its job ends them.
     Raises RecipeError if a file or row cannot be used, or does not fit the model.
     """
+    if validation:
+        data = replace(data, limit=None)
+    notes: list[str] = []
+    folder, parts, encoder = _place(
+        patterns, data, tokenizer=tokenizer, model=model, validation=validation, notes=notes
+    )
+    store = store_in(folder, parts, encoder, data, model=model, build=build)
+    return replace(store, file_notes=notes)
+
+
+def untokenized_bytes(
+    patterns: tuple[str, ...],
+    data: schema.Data,
+    *,
+    tokenizer: str | None,
+    model: ModelTraits = ModelTraits(),
+) -> int:
+    """Bytes, about, of the files of `patterns`, if they are not in the cache; 0: they are. The arguments
+    and errors are those of `open_store`."""
+    folder, parts, _ = _place(
+        patterns, data, tokenizer=tokenizer, model=model, validation=False, notes=[]
+    )
+    return 0 if folder.exists() else sum(part.size for part in parts)
+
+
+def _place(
+    patterns: tuple[str, ...],
+    data: schema.Data,
+    *,
+    tokenizer: str | None,
+    model: ModelTraits,
+    validation: bool,
+    notes: list[str],
+) -> tuple[Path, list[SourcePart], Encoder]:
+    """The folder of a store in the cache, and what it is made of."""
     modalities = model.attachments.modalities
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer, modalities=modalities)
-    notes: list[str] = []
     parts = find_parts(
         patterns,
         kind=data.kind,
@@ -256,12 +290,8 @@ def open_store(
         max_document=data.max_document_bytes,
         notes=notes,
     )
-    if validation:
-        data = replace(data, limit=None)
     content = store_content(parts, sample_of(parts), encoder, data)
-    folder = cache_folder(data.cache) / digest_of(content)
-    store = store_in(folder, parts, encoder, data, model=model, build=build)
-    return replace(store, file_notes=notes)
+    return cache_folder(data.cache) / digest_of(content), parts, encoder
 
 
 def sample_of(files: list[SourcePart]) -> str:

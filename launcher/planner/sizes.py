@@ -19,7 +19,13 @@ import numpy as np
 from launcher.data.attachment_inputs import attachments_of
 from launcher.data.encoder import make_encoder
 from launcher.data.packing import text_lengths
-from launcher.data.token_store import ModelTraits, TokenStore, open_store, store_rows
+from launcher.data.token_store import (
+    ModelTraits,
+    TokenStore,
+    open_store,
+    store_rows,
+    untokenized_bytes,
+)
 from launcher.data.tokenizer import tokenizer_name
 from launcher.distributed.rank_layout import layout_sizes
 from launcher.errors import RecipeError, first_line
@@ -108,6 +114,19 @@ def open_stores(recipe: Recipe, *, build: bool) -> Iterator[tuple[schema.Data, T
                 build=build,
             ),
         )
+
+
+def untokenized(recipe: Recipe) -> int:
+    """Bytes, about, of training files that are not tokenized yet, and that are not streamed. Raises
+    RecipeError as `open_stores`."""
+    if recipe.data.streaming or recipe.data.builder is not None:
+        return 0
+    tokenizer, model = tokenizer_name(recipe.data, recipe.model), traits_from_recipe(recipe)
+    return sum(
+        untokenized_bytes(data.train, data, tokenizer=tokenizer, model=model)
+        for data in recipe.data.sources().values()
+        if isinstance(data.train, tuple)
+    )
 
 
 def count_rows(recipe: Recipe, *, build: bool = True) -> Rows:

@@ -29,7 +29,7 @@ from launcher.models.config_keys import check_config_keys
 from launcher.objectives.base import dataset_objective
 from launcher.planner.choice import profiles_of
 from launcher.planner.decisions import SEARCH
-from launcher.planner.sizes import check_repeats
+from launcher.planner.sizes import check_repeats, untokenized
 from launcher.planner.speed import faster_text, seconds_of_steps, time_text
 from launcher.recipe.derived import open_sizes
 from launcher.recipe.load import LoadedRecipe
@@ -41,7 +41,7 @@ from launcher.reliability.watchdog import Watch
 from launcher.run.agreement import compare_content, compare_recipes
 from launcher.run.checkpoint_manager import CheckpointManager
 from launcher.run.compilation import Compilation, shared_file
-from launcher.run.fetching import fetch_in_turn
+from launcher.run.fetching import fetch_in_turn, refuse_to_tokenize
 from launcher.run.garbage import GarbageCollection
 from launcher.run.out_of_memory import MemoryPostMortem
 from launcher.run.profiling import make_profiler
@@ -169,6 +169,12 @@ class TrainingRun:
         self._fresh = start == Fresh()
         self._progress.heartbeat("data")
         fetch_in_turn(loaded.recipe, rank.ranks, first_of_node=environment.local_rank == 0)
+        refuse_to_tokenize(
+            loaded.recipe,
+            rank.ranks,
+            nodes=environment.world_size // environment.local_world_size,
+            untokenized=untokenized,
+        )
         prepared = self._resolve(loaded, start, first_day)
         recipe = self._recipe
         skipped_rows = directory.path / "skipped_rows.jsonl"

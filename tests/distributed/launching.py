@@ -151,7 +151,7 @@ def torchrun(*arguments, ranks, **options):
 PRELOADED = ["tests.distributed.preloaded"]
 
 
-def forked(script, *arguments, ranks=1, timeout=120, cwd=REPOSITORY, **variables):
+def forked(script, *arguments, ranks=1, timeout=120, cwd=REPOSITORY, of_node=None, **variables):
     """Runs a Python script on `ranks` ranks without torchrun, and without the 5 CPU seconds that
     each process needs to import torch and transformers: the processes are forked from one that has
     imported them, once for all tests of this process.
@@ -160,6 +160,7 @@ def forked(script, *arguments, ranks=1, timeout=120, cwd=REPOSITORY, **variables
     here a failed rank ends the others at once, and `cwd` is not on `sys.path`.
 
     timeout: seconds, multiplied by PATIENCE.
+    of_node: ranks that take themselves for those of a node; None: all.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
@@ -170,7 +171,7 @@ def forked(script, *arguments, ranks=1, timeout=120, cwd=REPOSITORY, **variables
             context.Process(
                 target=_forked_rank, args=(words, cwd, environment | variables, log.name)
             )
-            for environment in _environments(ranks)
+            for environment in _environments(ranks, of_node or ranks)
         ]
         try:
             for process in processes:
@@ -188,13 +189,13 @@ def forked(script, *arguments, ranks=1, timeout=120, cwd=REPOSITORY, **variables
     return Result(failed[0] if failed else 0, output)
 
 
-def _environments(ranks):
+def _environments(ranks, of_node):
     """The environment variables of each rank; like those of torchrun if there are several."""
     if ranks == 1:
         return [inherited()]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": ranks}
-    shared |= {"LOCAL_WORLD_SIZE": ranks}
-    own = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(ranks)]
+    shared |= {"LOCAL_WORLD_SIZE": of_node}
+    own = [shared | {"RANK": rank, "LOCAL_RANK": rank % of_node} for rank in range(ranks)]
     return [inherited() | {name: str(value) for name, value in each.items()} for each in own]
 
 

@@ -6,10 +6,11 @@ import pytest
 
 from launcher.distributed.environment import use_cached_files
 from launcher.errors import RecipeError
+from launcher.planner.sizes import open_stores, untokenized
 from launcher.recipe.derived import hub_models
 from launcher.recipe.load import load_recipe
 from launcher.run import fetching
-from launcher.run.fetching import fetch_in_turn
+from launcher.run.fetching import fetch_in_turn, refuse_to_tokenize
 
 ON_HUB = [
     "recipe=fsdp",
@@ -69,6 +70,33 @@ def test_streamed_data_and_local_folders_are_not_fetched(recipe, asked, tmp_path
     fetch_in_turn(local.recipe, SimpleNamespace(rank=0, group=[]), first_of_node=True)
     assert asked.found == []
     assert hub_models(recipe)[0] == ("model.path", "me/model@v1", True)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size", "refused"), [(1, 2**40, False), (16, 2**40, True), (16, 2**30, False)]
+)
+def test_much_data_is_not_tokenized_while_many_nodes_wait(
+    recipe, monkeypatch, nodes, size, refused
+):
+    monkeypatch.setattr(fetching, "from_rank_0", lambda value, group: value)
+    ranks = SimpleNamespace(rank=0, size=8 * nodes, group=None)
+    arguments = {"nodes": nodes, "untokenized": lambda recipe: size}
+    if not refused:
+        refuse_to_tokenize(recipe, ranks, **arguments)
+        return
+    message = r"^data: 1024.0 GiB are not tokenized yet, which one of 16 nodes would do while 128 ranks wait; run `launcher prepare`"
+    with pytest.raises(RecipeError, match=message):
+        refuse_to_tokenize(recipe, ranks, **arguments)
+
+
+def test_what_is_not_tokenized_is_counted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("some words " * 100)
+    words = ["recipe=fsdp", "data.train=[text.txt]", "data.tokenizer=bytes", "data.cache=cache"]
+    recipe = load_recipe(words, ranks=1).recipe
+    assert untokenized(recipe) == 1100
+    assert len([*open_stores(recipe, build=True)]) == 1
+    assert untokenized(recipe) == 0
 
 
 def test_the_user_may_let_all_ranks_ask():
