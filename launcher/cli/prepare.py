@@ -9,6 +9,7 @@ from typing import NamedTuple
 from launcher.cli.app import CheckedGpus, CheckedNodes, Overrides
 from launcher.console import bytes_as_text, configure_logging
 from launcher.errors import EXIT_DONE
+from launcher.recipe.derived import open_sizes
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Data, Recipe
 from launcher.sources.hub import is_hub_id, model_folder
@@ -48,7 +49,7 @@ def _fetch(recipe: Recipe) -> int:
     if data.tokenizer not in (None, "bytes"):
         folder = model_folder(str(data.tokenizer), key="data.tokenizer", weights=False)
         _print(f"tokenizer  {data.tokenizer}: {folder}")
-    offline = True
+    offline, large = True, False
     for files in data_sets(data):
         if data.streaming and not files.validation:
             remote = [pattern for pattern in files.patterns if is_hub_id(pattern)]
@@ -56,13 +57,17 @@ def _fetch(recipe: Recipe) -> int:
             _print(f"{files.key}: read while training (data.streaming){network}")
             offline = offline and not remote
         else:
-            _tokenize(recipe, files)
+            large |= _tokenize(recipe, files)
+    if large:
+        _pack(recipe)
     what = ": training needs no network now, and with HF_HUB_OFFLINE=1 it requests nothing"
     _print(f"ready{what if offline else ''}")
     return EXIT_DONE
 
 
-def _tokenize(recipe: Recipe, files: DataFiles) -> None:
+def _tokenize(recipe: Recipe, files: DataFiles) -> bool:
+    """Tokenizes a set. Returns whether it is so large that its sequences have an index."""
+    from launcher.data.index import has_index
     from launcher.data.problems import causes
     from launcher.data.token_store import open_store
     from launcher.data.tokenizer import tokenizer_name
@@ -88,6 +93,35 @@ def _tokenize(recipe: Recipe, files: DataFiles) -> None:
         _print(f"{files.key}: {len(skipped):,} rows cannot be used and are skipped:")
         for line in causes(skipped):
             _print(f"  {line}")
+    return has_index(store)
+
+
+def _pack(recipe: Recipe) -> None:
+    """Packs large sets into sequences, unless a run first chooses their length."""
+    from launcher.data.opening import open_dataset
+    from launcher.data.tokenizer import tokenizer_name
+    from launcher.objectives.make import make_objective
+    from launcher.planner.sizes import traits_from_recipe
+
+    data, train, validation = recipe.data, recipe.data.train, recipe.data.validation
+    if open_sizes(recipe) or data.streaming or train is None:
+        return
+    sets = validation if isinstance(validation, dict) else {"": validation or ()}
+    found = [(train, False, False), *((files, True, False) for files in sets.values() if files)]
+    if data.validation_split:
+        found.append((train, False, True))
+    for files, is_validation, held_out in found:
+        dataset = open_dataset(
+            data,
+            files,
+            objective=make_objective(recipe, trained=False),
+            tokenizer=tokenizer_name(data, recipe.model),
+            model=traits_from_recipe(recipe),
+            build=True,
+            validation=is_validation,
+            held_out=held_out,
+        )
+        _print(f"packed     {len(dataset):,} samples")
 
 
 class DataFiles(NamedTuple):

@@ -28,7 +28,7 @@ data: {train: [text.txt], tokenizer: bytes, sequence_length: 16, workers: 0, cac
 batch: {global_batch_size: 1, micro_batch_size: 1}
 strategy: {kind: fsdp, mixed_precision: null}
 schedule: {kind: constant, warmup_steps: 0}
-checkpoint: {every_steps: 1, keep_last: 3, export: never}
+checkpoint: {every_steps: 1, keep_last: 3}
 """
 
 
@@ -56,7 +56,7 @@ def train(folder, ranks, *overrides, seconds=1500):
         REPOSITORY / "launcher/train.py",
         f"recipe={folder}/recipe.yaml",
         f"run.dir={folder}/run",
-        f"batch.global_batch_size={ranks}",
+        f"batch.global_batch_size={RANKS}",
         *overrides,
         ranks=ranks,
         timeout=seconds,
@@ -86,10 +86,9 @@ def test_many_ranks_train_save_and_resume_on_fewer(folder):
     }
     assert steps(folder / "run") == [1, 2]
     assert rows["files of a checkpoint"] >= RANKS
-    fewer = RANKS - NODE  # a node less
-    result, seconds = train(folder, fewer, "run.max_steps=3")
+    result, seconds = train(folder, RANKS // 2, "run.max_steps=3")
     result.check()
-    rows["resumed on a node less, s"] = round(seconds)
+    rows["resumed on half of them, s"] = round(seconds)
     assert steps(folder / "run") == [1, 2, 3]
     print()
     for name, value in rows.items():

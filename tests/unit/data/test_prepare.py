@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from launcher.cli.main import main
+from launcher.data import index
 from launcher.data.token_store import open_store
 from launcher.recipe.load import load_recipe
 from tests import REPOSITORY
@@ -65,6 +66,21 @@ def test_every_data_set_is_tokenized_and_cached(recipe, capsys, monkeypatch, mes
     assert len(messages()) == before
     assert main(["prepare", recipe]) == 0
     assert "tokenizing" not in capsys.readouterr().out
+
+
+def test_large_sets_are_packed(recipe, capsys, monkeypatch):
+    """The first start would pack them, while all ranks wait."""
+    monkeypatch.setattr(index, "_DOCUMENTS", 2)
+    rows = [json.dumps({"text": "some words"}) for _ in range(50)]
+    Path("prose.jsonl").write_text("\n".join(rows) + "\n")
+    words = ["data.train=[prose.jsonl]", "data.kind=text", "data.validation=null"]
+    words += ["data.sequence_length=16"]
+    assert main(["prepare", recipe, *words]) == 0
+    assert "packed     " in capsys.readouterr().out
+    (found,) = Path("cache").glob("*/index-*")
+    before = found.stat().st_mtime_ns
+    assert main(["prepare", recipe, *words]) == 0
+    assert found.stat().st_mtime_ns == before
 
 
 def test_bad_data_is_reported(recipe, capsys):
