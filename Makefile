@@ -7,8 +7,8 @@
 # make check       before each commit: lint, and what 80 seconds can test
 # make test        lint, type checks and all tests except the long ones
 # make test-long   all tests, including the long ones
-# make test-share  some of the long tests, those of changed modules first, others for each commit: ten minutes
-# make test-turn   what CI does after the tests: for each commit test-share, test-readers or test-versions
+# make test-share  some of the long tests, those of changed modules first, others every four hours of commits
+# make test-turn   what CI does after the tests: test-share, test-readers or test-versions in turn
 # make test-versions  tests with the oldest supported versions of torch and transformers
 # make test-readers  exports, read by transformers 4 and by llama.cpp, which it installs into build/readers
 # make test-cuda   tests of the CUDA code paths on null GPUs (tests/nullgpu)
@@ -133,18 +133,20 @@ check: lint
 		tests/unit/recipe tests/unit/data tests/unit/objectives tests/unit/slurm tests/unit/test_house.py \
 		tests/unit/planner/test_plan_command.py tests/golden
 
-# As many of the long tests as run in about ten minutes, in an order that follows from the commit
-SHARE ?= $(shell git rev-parse HEAD)
+# As many of the long tests as begin within six minutes, in an order that follows from the time of the commit
+# Another share every four hours of commits, so that a share can be run before it is pushed
+SHARE ?= $(shell echo $$(($$(git log -1 --format=%ct) / 14400)))
 .PHONY: test-share
 test-share: $(INSTALLED)
 	LONG_SHARE=$(SHARE) CHANGED="$$(git log --since=$$(($$(git log -1 --format=%ct) - 86400)) --format= --name-only | sort -u)" \
 		$(BIN)/python -m pytest -ra -m 'long and not gpu' \
 		--numprocesses 4 --dist loadfile --no-loadscope-reorder tests/distributed tests/slurm tests/unit
 
-# The first digit of the commit's name decides: readers and versions each take two of sixteen turns
+# Readers and versions each take two of sixteen turns
 .PHONY: test-turn
 test-turn:
-	@case $(SHARE) in [01]*) turn=test-readers ;; [23]*) turn=test-versions ;; *) turn=test-share ;; esac; \
+	@case $$(($$(echo $(SHARE) | cksum | cut -d ' ' -f 1) % 16)) in \
+		0|1) turn=test-readers ;; 2|3) turn=test-versions ;; *) turn=test-share ;; esac; \
 		echo "this commit's turn: make $$turn SHARE=$(SHARE)"; $(MAKE) $$turn
 
 # Records what the runs of tests/golden compute, and the messages for broken recipes, where a commit

@@ -34,7 +34,7 @@ _time_limit = None
 
 SHARE = os.environ.get("LONG_SHARE")
 """Set by `make test-share`: any text. It decides which files of long tests come first."""
-SHARE_SECONDS = 9 * 60
+SHARE_SECONDS = 6 * 60
 """In such a session tests that would start later are skipped."""
 CHANGED = {Path(name).stem.removeprefix("test_") for name in os.environ.get("CHANGED", "").split()}
 """Names of modules and tests that the last commits changed."""
@@ -51,7 +51,7 @@ def _changed(item):
 
 
 def _number(text):
-    """A number that follows from the commit and the text."""
+    """A number that follows from the share and the text."""
     return zlib.crc32(f"{SHARE} {text}".encode())
 
 
