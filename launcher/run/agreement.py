@@ -57,8 +57,11 @@ _SALT = "ranks"
 """Salt of the digests of arguments from the environment. It is the same on all ranks."""
 
 
-def compare_recipes(recipe: Recipe, ranks: RankLayout, *, several_machines: bool) -> None:
-    """Compares the recipe and the versions of all ranks. Every rank must call this.
+def compare_recipes(
+    recipe: Recipe, ranks: RankLayout, *, several_machines: bool, reads: bool
+) -> None:
+    """Compares the recipe of all ranks, and on several machines the versions. Every rank must call this.
+    `reads`: see `compare_content`.
 
     If a text has slashes, only the part after the last slash is compared: machines may have the
     same file in different folders. Raises RecipeError on every rank, with the keys and ranks that
@@ -66,10 +69,11 @@ def compare_recipes(recipe: Recipe, ranks: RankLayout, *, several_machines: bool
     """
     found: dict[str, object] = dict(_flat(dataclasses.asdict(recipe)))
     if several_machines:
-        found |= _versions()
         for path, digest in argument_digests(recipe, _SALT).get("values", ()):
             found[f"{dotted(path)}, value"] = f"digest {digest}"
     _refuse_differences(found, ranks)
+    if several_machines:
+        _refuse_differences(_versions() if reads else None, ranks)
 
 
 def compare_content(

@@ -162,7 +162,12 @@ class TrainingRun:
         self._recipe = loaded.recipe
         self._set_timeout(loaded.recipe.run.init_timeout)
         directory, environment = rank.directory, rank.environment
-        compare_recipes(loaded.recipe, rank.ranks, several_machines=environment.several_nodes)
+        compare_recipes(
+            loaded.recipe,
+            rank.ranks,
+            several_machines=environment.several_nodes,
+            reads=environment.local_rank == 0,
+        )
         # Rank 0 decides: another node may see the folder a little later
         first_day = directory.first_day() if environment.main else None
         start, first_day = from_rank_0((start or Fresh(), first_day), rank.ranks.group)

@@ -8,6 +8,7 @@ Rank 0 writes results.json.
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -57,10 +58,20 @@ def compare(ranks):
     data = SimpleNamespace(fingerprint=fingerprints, validation={})
     same = SimpleNamespace(fingerprint=fingerprints | {"content": "x"}, validation={})
     options = {"several_machines": True}
+    recipes = partial(problem, agreement.compare_recipes, **options)
+    versions = agreement._versions
+    # Ranks 0 and 2 are the first ones of two machines, of which the second has another torch
+    agreement._versions = lambda: versions() | {"version of torch": f"2.{ranks.rank}"}
+    older = recipes(recipe, ranks, reads=ranks.rank in (0, 2))
+    agreement._versions = lambda: {"rank": ranks.rank}
+    unread = recipes(recipe, ranks, reads=ranks.rank == 0)
+    agreement._versions = versions
     return {
-        "own": problem(agreement.compare_recipes, own, ranks, **options),
-        "rate": problem(agreement.compare_recipes, rate, ranks, **options),
-        "environment": problem(agreement.compare_recipes, environment, ranks, **options),
+        "own": recipes(own, ranks, reads=True),
+        "rate": recipes(rate, ranks, reads=True),
+        "environment": recipes(environment, ranks, reads=True),
+        "older": older,
+        "unread": unread,
         "data": problem(agreement.compare_content, recipe, data, ranks, reads=True, **options),
         "same": problem(
             agreement.compare_content, recipe, same, ranks, reads=ranks.rank in (0, 2), **options

@@ -13,6 +13,10 @@ def test_ranks_compare_recipes_data_and_copies(tmp_path):
     assert "(rank 2); 0.5 on " in line
     assert line.endswith("(rank 3)")
     assert last == "start each machine with the same command, versions and files"
+    _, line, _ = found["older"].splitlines()
+    assert line.startswith('  version of torch: "2.0" on ')
+    assert line.endswith("(rank 2)")
+    assert found["unread"] == "", "one rank of each machine reads the launcher's code"
     _, line, _ = found["environment"].splitlines()
     assert line.startswith('  model.arguments.token, value: "digest ')
     assert '  data.train, content: "x" on ' in found["data"]
