@@ -76,6 +76,8 @@ class _Step:
         *self.blocks, embedding, self.root = work.gathered
         # Without an embedding of its own, FSDP reduces the root last and keeps it unsharded
         self.last = embedding if embedding.count else self.root
+        if self.blocks and not embedding.count and work.outer_units:  # another stage has it
+            self.last = self.blocks[0]
         self._set_states()
         self._set_activations()
         self._set_weights()
@@ -161,6 +163,9 @@ class _Step:
         # The pixels, and the features among the embeddings
         self.activations += self.of_tower
         self.activations *= work.in_flight
+        if work.stage_blocks:  # what the next stage gets, and what is being received
+            kept = 0 if work.head else work.in_flight
+            self.activations += (kept + 2) * work.size * work.profile.hidden * work.tokens
 
     def _set_weights(self) -> None:
         """Unsharded or cast weights: in the forward pass, after it, and in the backward pass."""
@@ -212,6 +217,13 @@ class _Step:
             before, flight = self.shard, self.old_averages + work.reduce * self.last.trained
         parts = {"gradients": before, "activations": self.activations, "communication": flight}
         yield self._at("forward", gathered=self.forward, logits=self.loss, **parts)
+        if work.stage_blocks and flight and not self.keeps:
+            # A forward pass follows the backward pass of another micro-batch, whose last reduction is
+            # not freed yet, and gathers its first blocks
+            block = max(self.blocks, key=lambda block: block.count).unsharded(work.size)
+            others = self.activations * (1 - 1 / work.in_flight)
+            both = {"activations": others, "communication": flight + 3 * block}
+            yield self._at("forward", gathered=self.kept_weights + block, **parts | both)
         parts["gathered"] = self.between
         yield self._at("backward", logits=self.loss_backward, **parts)
         # With a chunked loss the head's gradient is filled chunk by chunk
@@ -221,17 +233,18 @@ class _Step:
         head_space = HEAD_WIDEST * work.root.widest
         yield self._at("backward", logits=logits, temporary=head_space + head, **parts)
         reduces = not (work.ddp or work.one_rank)
-        if reduces and self.last is not self.root:  # the root is reduced meanwhile
+        if reduces and self.last is not self.root and self.root.trained:  # it is reduced meanwhile
             flight = self.old_averages + work.reduce * self.root.trained
         if self.blocks:
             yield self._last_block(before, flight)
         if work.tower:
             yield self._tower_block(before)
         if not work.ddp:
+            others = self.activations * (1 - 1 / work.in_flight)  # of other micro-batches
             yield self._at(
                 "backward",
                 gradients=(before or self.shard) + work.size * self.last.trained,
-                activations=0 if self.blocks else self.activations,
+                activations=others if self.blocks else self.activations,
                 communication=work.reduce * self.last.trained + self.averages if reduces else 0,
             )
         yield self._at("optimizer", gradients=self.shard, temporary=self.slots)

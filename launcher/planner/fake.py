@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.profiler import record_function
 
@@ -83,7 +84,19 @@ def replaced_for_tracing(
         replaced.set(record_function, "__exit__", lambda scope, *error: None)
         # FSDP frees unsharded weights by resizing their storage, which no dispatch mode sees
         replaced.set(storage, "resize_", recorded_resize)
+        # Stages of a pipeline keep what they send until it is received
+        replaced.set(dist, "isend", lambda tensor, **where: _Received())
         yield
+
+
+class _Received:
+    """A transfer that has ended."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
 
 
 def traced_wrappers(tracker: Tracker, *, device: str) -> Wrappers:

@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 
@@ -58,8 +58,9 @@ _STEPS: dict[str, StepMemory] = {}
 """Cache of traced steps, by recipe, number of ranks and device."""
 
 
-def make_plan(recipe: Recipe, machine: Machine) -> Plan:
-    """Plans a recipe on a machine with a trace, which takes some seconds.
+def make_plan(recipe: Recipe, machine: Machine, *, stages: bool = True) -> Plan:
+    """Plans a recipe on a machine with a trace, which takes some seconds. stages: also trace those of a
+    pipeline, each of which takes as long.
 
     There must be no default process group. Raises RecipeError if the model cannot be built.
     """
@@ -68,24 +69,40 @@ def make_plan(recipe: Recipe, machine: Machine) -> Plan:
     estimated = estimated_plan(work, machine)
     notes = (*estimated.notes, *_experts_note(work, machine))
     notes += (*_teacher_note(recipe, machine),)
-    if work.pipeline:
-        return dataclasses.replace(estimated, notes=(*_stage_notes(work, machine), *notes))
-    key = _key(recipe, machine)
+    if work.pipeline and not stages:
+        note = "estimated, good to some 40 %: the stages of the pipeline were not traced"
+        return dataclasses.replace(estimated, notes=(note, *notes))
     try:
-        if key not in _STEPS:
-            _STEPS[key] = _trace(recipe, machine)
+        steps = [_traced(each, recipe, machine) for each in work.pipeline or [work]]
     except UntraceableError as error:
         note = f"estimated, good to some 20 %: the model does not run on fake tensors ({error})"
         return dataclasses.replace(estimated, notes=(note, *notes))
+    plans = [_plan(work, machine, step) for step in steps]
+    largest = max(plans, key=lambda plan: plan.tensors)
+    if work.pipeline:
+        host = max(plans, key=lambda plan: plan.host.total).host
+        largest = dataclasses.replace(largest, host=host)
+        notes = (_stages_note(work, plans), *notes)
+    return dataclasses.replace(largest, arithmetic=estimated.step, notes=notes)
+
+
+def _traced(work: Work, recipe: Recipe, machine: Machine) -> StepMemory:
+    """The trace of a rank with this work. recipe: of all ranks."""
+    key = _key(recipe, machine, work.stage)
+    if key not in _STEPS:
+        _STEPS[key] = _trace(recipe, machine, work.stage)
     step = _STEPS[key]
-    if recipe.model.compiles:
-        blocks = [*work.tower, *work.blocks]
-        both = zip(blocks, [*work.tower_recomputed, *work.recomputed], strict=True)
-        less = [0 if again else round(block.eager - block.kept) for block, again in both]
-        original = original_model(with_random_weights(recipe), device=machine.device)
-        step = with_compiled_blocks(step, less, [*original.tower, *original.description.blocks])
-    traced = _plan(work, machine, step)
-    return dataclasses.replace(traced, arithmetic=estimated.step, notes=notes)
+    if not recipe.model.compiles:
+        return step
+    blocks = [*work.tower, *work.blocks]
+    both = zip(blocks, [*work.tower_recomputed, *work.recomputed], strict=True)
+    less = [0 if again else round(block.eager - block.kept) for block, again in both]
+    original = original_model(with_random_weights(recipe), device=machine.device)
+    names = [*original.description.blocks]
+    names = [names[index] for index in work.stage_blocks] or names
+    return with_compiled_blocks(
+        step, less, [*original.tower, *names], others=max(0, work.in_flight - 1)
+    )
 
 
 def trace_ahead(recipes: Iterable[Recipe], machine: Machine) -> None:
@@ -119,14 +136,16 @@ def _start_worker(parent: int) -> None:
     torch.set_num_threads(1)
 
 
-def _key(recipe: Recipe, machine: Machine) -> str:
-    return cache_key(with_random_weights(recipe), machine.ranks, machine.device)
+def _key(recipe: Recipe, machine: Machine, stage: int = 0) -> str:
+    return cache_key(with_random_weights(recipe), machine.ranks, machine.device, stage)
 
 
-def _trace(recipe: Recipe, machine: Machine) -> StepMemory:
-    ranks, device = machine.ranks, machine.device
-    count = micro_batches_of(recipe, ranks=ranks)
-    return trace_step(recipe, ranks=ranks, device=device, micro_batches=count)
+def _trace(recipe: Recipe, machine: Machine, stage: int = 0) -> StepMemory:
+    """stage: the number of the rank along the stages of a pipeline."""
+    ranks, device, strategy = machine.ranks, machine.device, recipe.strategy
+    count, staged = micro_batches_of(recipe, ranks=ranks), strategy.pipeline_parallel_size > 1
+    number = stage if staged else None
+    return trace_step(recipe, ranks=ranks, device=device, micro_batches=count, stage=number)
 
 
 def estimated_plan(work: Work, machine: Machine) -> Plan:
@@ -260,17 +279,17 @@ def _teacher_note(recipe: Recipe, machine: Machine) -> Iterator[str]:
     )
 
 
-def _stage_notes(work: Work, machine: Machine) -> Iterator[str]:
-    """Notes on the memory of the stages of a pipeline."""
-    yield "estimated, good to some 10 %: stages of a pipeline are not traced"
-    stages = [
-        (estimated_plan(stage, machine).needed, len(stage.profile.block_classes))
-        for stage in work.pipeline
+def _stages_note(work: Work, plans: Sequence[Plan]) -> str:
+    """A note on the memory of the stages of a pipeline."""
+    blocks = [len(stage.stage_blocks) for stage in work.pipeline]
+    both = [
+        f"{bytes_as_text(p.needed)} with {n} blocks" for p, n in zip(plans, blocks, strict=True)
     ]
-    both = [f"{bytes_as_text(needed)} with {blocks} blocks" for needed, blocks in stages]
-    between = [*zip(stages, both, strict=True)][1:-1]
+    between = [*zip([plan.needed for plan in plans], both, strict=True)][1:-1]
     most = f", between them at most {max(between)[1]}" if between else ""
-    yield f"a GPU of the first rank of the pipeline needs {both[0]}, of the last one {both[-1]}{most}"
+    return (
+        f"a GPU of the first rank of the pipeline needs {both[0]}, of the last one {both[-1]}{most}"
+    )
 
 
 def _experts_note(work: Work, machine: Machine) -> Iterator[str]:

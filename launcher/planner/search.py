@@ -209,9 +209,9 @@ class _Search:
             return profile_model(recipe, device=self._machine.device)
         return self._profile
 
-    def trace(self, estimated: Configuration) -> Configuration:
-        """The configuration with a traced plan."""
-        plan = make_plan(estimated.recipe, self._machine)
+    def trace(self, estimated: Configuration, *, stages: bool = True) -> Configuration:
+        """The configuration with a traced plan. stages: see `make_plan`."""
+        plan = make_plan(estimated.recipe, self._machine, stages=stages)
         key, scale = _like(estimated.recipe), plan.tensors / max(1, estimated.plan.tensors)
         self._scales[key] = max(self._scales.get(key, 0.0), scale)
         return dataclasses.replace(estimated, plan=plan)
@@ -251,7 +251,8 @@ class _Search:
                 chosen = _simplest_of_the_fastest(group, self._written)
                 if attempt == TRACES:  # the estimates are wrong about this model
                     chosen = min(group, key=lambda candidate: candidate.plan.tensors)
-                traced = self.trace(chosen)
+                staged = self._written.strategy.pipeline_parallel_size > 1
+                traced = self.trace(chosen, stages=staged)
                 if traced.plan.has_room if with_room else traced.plan.fits:
                     return traced
                 group.remove(chosen)
@@ -322,7 +323,7 @@ class _Search:
         others = [one for one in found if one not in staged]
         if not staged:
             return others
-        fastest = min(staged, key=lambda one: one.seconds.total)
+        fastest = self.trace(min(staged, key=lambda one: one.seconds.total))
         strategy = dataclasses.replace(
             fastest.recipe.strategy, pipeline_schedule="interleaved_1f1b", pipeline_blocks=None
         )
@@ -331,7 +332,7 @@ class _Search:
             option = self.trace(self.estimate(interleaved))
             if option.plan.fits and option.seconds.total < fastest.seconds.total:
                 fastest = option
-        return [*others, fastest]
+        return [*others, fastest] if fastest.plan.fits else others
 
     def fastest_of(self, groups: Iterable[Sequence[Configuration]]) -> list[Configuration]:
         """The fastest of each group, if it fits and the model supports it."""

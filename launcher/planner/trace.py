@@ -55,9 +55,11 @@ from launcher.planner.profile import original_model, prepared_model
 from launcher.planner.recipe_values import with_random_weights
 from launcher.planner.tracker import HOST, Held, Label, Place, Tracker
 from launcher.recipe.schema import ActivationCheckpointing, CpuOffload, Recipe
+from launcher.strategies import pipeline
 from launcher.strategies.base import WrappedModel, offloads_parameters
 from launcher.strategies.fsdp import Fsdp
-from launcher.training.fake_tensors import ShapesMode
+from launcher.strategies.pipeline import passes_in_flight, schedule
+from launcher.training.fake_tensors import Replacements, ShapesMode
 from launcher.training.loop import Update, train_steps
 from launcher.training.model import PreparedModel, row_part
 from launcher.training.operators import shapes_of
@@ -67,6 +69,8 @@ EDGE = 2
 neighbours of other blocks, and with one block between; with two between for Muon, whose matrices
 are assigned to the ranks. Where the kinds of blocks repeat, there are one or two periods between,
 and the first and last blocks, at least two each, are together whole periods, too."""
+_IN_FLIGHT = 3
+"""Micro-batches that a rank of a pipeline has in flight in a trace."""
 CPU = torch.device("cpu")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -77,16 +81,23 @@ class UntraceableError(Exception):
 
 
 def trace_step(
-    recipe: Recipe, *, ranks: int, device: Literal["cpu", "cuda"], micro_batches: int
+    recipe: Recipe,
+    *,
+    ranks: int,
+    device: Literal["cpu", "cuda"],
+    micro_batches: int,
+    stage: int | None = None,
 ) -> StepMemory:
     """Memory of one optimizer step on rank 0 of `ranks`, for a kind of device that the trace does
-    not need.
+    not need. stage: of a pipeline, the number of the rank along the stages; None: there is none.
 
     There must be no default process group. Raises RecipeError as `prepare_model`, UntraceableError.
     """
     # Otherwise each operation that fake tensors do not support is logged with 40 lines
     logging.getLogger(FAKE_TENSOR_LOGGER).setLevel(logging.CRITICAL)
     recipe = with_random_weights(recipe)
+    if stage is not None:
+        return _trace_stage(recipe, ranks=ranks, device=device, count=micro_batches, stage=stage)
     # Further micro-batches do not change the peak. Hybrid sharding needs a third one, because FSDP
     # keeps averaged gradients until those of the next micro-batch
     micro_batches = min(micro_batches, 3 if recipe.strategy.replicate > 1 else 2)
@@ -116,12 +127,45 @@ def trace_step(
         return _extrapolated(small, traced.step_memory(), (ends, depth), names)
 
 
+def _trace_stage(
+    recipe: Recipe, *, ranks: int, device: Literal["cpu", "cuda"], count: int, stage: int
+) -> StepMemory:
+    """The memory of a rank of a pipeline. The rank has few micro-batches in flight in the trace, in the
+    same order as ever, and the activations of the others are added."""
+    strategy = recipe.strategy
+    size, chunks = strategy.pipeline_parallel_size, strategy.stages_of_rank
+    fewer = min(size - stage, _IN_FLIGHT) if chunks == 1 else 2
+    place = {"rank": int(chunks > 1 and stage == size - 1), "ranks": fewer, "chunks": chunks}
+    micro_batches = min(count, fewer + 2 if chunks == 1 else 3 * fewer)
+    traced = passes_in_flight(schedule(micro_batches, **place)) / chunks
+    whole = schedule(count, rank=stage, ranks=size, chunks=chunks)
+    with _fake_process_group(ranks, rank=stage * (ranks // size)) as group, Replacements() as here:
+        here.set(pipeline, "schedule", lambda number, **_: schedule(number, **place))
+        step = _run(
+            prepared_model(recipe, device=device),
+            recipe=recipe,
+            ranks=group,
+            device=device,
+            micro_batches=micro_batches,
+        ).step_memory()
+    more = (passes_in_flight(whole) / chunks - traced) / traced * step.after_forward.activations
+
+    def of_all(moment: Moment) -> Moment:
+        if moment.phase == "optimizer":
+            return moment
+        activations = moment.components.activations + round(max(0.0, more))
+        components = dataclasses.replace(moment.components, activations=activations)
+        return dataclasses.replace(moment, components=components)
+
+    return dataclasses.replace(step, timeline=tuple(map(of_all, step.timeline)))
+
+
 @contextmanager
-def _fake_process_group(ranks: int) -> Iterator[RankLayout]:
-    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=ranks)
+def _fake_process_group(ranks: int, rank: int = 0) -> Iterator[RankLayout]:
+    dist.init_process_group("fake", store=fake_store(), rank=rank, world_size=ranks)
     try:
         assert dist.group.WORLD is not None
-        yield RankLayout(rank=0, size=ranks, group=dist.group.WORLD, device=CPU)
+        yield RankLayout(rank=rank, size=ranks, group=dist.group.WORLD, device=CPU)
     finally:
         dist.destroy_process_group()
 
@@ -292,7 +336,8 @@ class _Observer:
             tracker.go(where="", phase="forward", micro_batch=0)
         elif phase == "forward":
             self._micro_batch += 1
-            self._forward_from = tracker.events
+            if tracker.place.phase != "forward" or self._micro_batch == 0:
+                self._forward_from = tracker.events  # of the first of several forward passes
             self._mark_gradients()
             tracker.go(where="", phase="forward", micro_batch=self._micro_batch)
         elif phase == "backward":
@@ -442,12 +487,15 @@ def _extrapolated(
     )
 
 
-def with_compiled_blocks(step: StepMemory, less: Sequence[int], names: Sequence[str]) -> StepMemory:
+def with_compiled_blocks(
+    step: StepMemory, less: Sequence[int], names: Sequence[str], *, others: float = 0
+) -> StepMemory:
     """The memory of a traced step, whose blocks are eager, if they were compiled.
 
     `less` has the bytes by which each block then saves less for its backward pass, in the order of
-    `names`. A block whose backward pass is running counts as eager, because the backward pass
-    computes again what the forward pass did not save.
+    `names`. others: further micro-batches whose activations exist at the same time. A block whose
+    backward pass is running counts as eager, because the backward pass computes again what the
+    forward pass did not save.
     """
     index = {name: number for number, name in enumerate(names)}
 
@@ -455,7 +503,8 @@ def with_compiled_blocks(step: StepMemory, less: Sequence[int], names: Sequence[
         count = len(names) if where not in index else index[where] + (phase == "forward")
         if phase == "optimizer" or (phase == "forward" and not where):
             count = 0
-        saved = max(0, components.activations - sum(less[:count]))
+        further = round(others * sum(less)) if count else 0
+        saved = max(0, components.activations - sum(less[:count]) - further)
         return dataclasses.replace(components, activations=saved)
 
     timeline = (

@@ -21,7 +21,7 @@ from launcher.planner.profile import ModelProfile, WeightGroup, profile_of_block
 from launcher.planner.recipe_values import micro_batches_of
 from launcher.recipe.schema import Optimizer, Recipe
 from launcher.strategies.base import compute_dtype
-from launcher.strategies.pipeline import schedule
+from launcher.strategies.pipeline import passes_in_flight, schedule
 from launcher.training.operators import Saved, share_of_budget
 
 STATE_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2 * (1 + 4 / 256), "sgd": 4, "adafactor": 0}
@@ -117,10 +117,17 @@ class Work:
         ranks: int,
         in_flight: float = 1,
         head: bool = True,
+        stage: int = 0,
+        stage_blocks: Sequence[int] = (),
+        outer_units: bool | None = None,
     ) -> None:
         """The recipe may differ from the profiled one in strategy, checkpointing and batch. in_flight:
         the micro-batches whose activations a rank of a pipeline holds at once. head: whether it has
-        what comes after the blocks."""
+        what comes after the blocks. stage, stage_blocks: its number along the stages, and those of its
+        blocks. outer_units: whether embedding and head are units of FSDP; None: if the profile has an
+        embedding."""
+        self.outer_units = bool(profile.embedding.count) if outer_units is None else outer_units
+        self.stage, self.stage_blocks = stage, stage_blocks
         self.profile, self.recipe, self.ranks = profile, recipe, ranks
         self.in_flight, self.head = in_flight, head
         self.strategy = strategy = recipe.strategy
@@ -221,15 +228,23 @@ class Work:
         """The work of a rank of a pipeline, by its number along the stages, that has these blocks."""
         size, chunks = self.strategy.pipeline_parallel_size, self.chunks
         passes = schedule(self.micro_batches, rank=rank, ranks=size, chunks=chunks)
-        begun = itertools.accumulate(1 if each.forward else -1 for each in passes)
         last = rank == size - 1
         part = profile_of_blocks(self.profile, blocks, first=rank == 0, last=last)
         alone = dataclasses.replace(
             self.strategy, pipeline_parallel_size=1, pipeline_schedule="1f1b", pipeline_blocks=None
         )
         recipe = dataclasses.replace(self.recipe, strategy=alone)
-        in_flight = max(begun) / chunks
-        return Work(part, recipe, ranks=self.ranks // size, in_flight=in_flight, head=last)
+        in_flight = passes_in_flight(passes) / chunks
+        return Work(
+            part,
+            recipe,
+            ranks=self.ranks // size,
+            in_flight=in_flight,
+            head=last,
+            stage=rank,
+            stage_blocks=blocks,
+            outer_units=self.outer_units,
+        )
 
     @property
     def chunks(self) -> int:

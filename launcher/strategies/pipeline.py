@@ -7,6 +7,7 @@ micro-batches as there are stages are in flight. Interleaved: a rank has two sta
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -41,6 +42,11 @@ def schedule(micro_batches: int, *, rank: int, ranks: int, chunks: int = 1) -> l
     # each other
     parts = ((range(complete), before), (range(complete, micro_batches), left * chunks))
     return [each for numbers, first in parts for each in _passes(numbers, first, ranks, chunks)]
+
+
+def passes_in_flight(passes: Sequence[Pass]) -> int:
+    """The most forward passes whose backward pass is to come."""
+    return max(itertools.accumulate(1 if each.forward else -1 for each in passes))
 
 
 def _passes(numbers: Sequence[int], before: int, ranks: int, chunks: int) -> list[Pass]:

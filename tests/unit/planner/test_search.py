@@ -58,7 +58,7 @@ def load(loader):
     return loader("small", SMALL)
 
 
-def by_estimate(recipe, on):
+def by_estimate(recipe, on, *, stages=True):
     return estimated_plan(Work(profile_model(recipe, device=on.device), recipe, ranks=on.ranks), on)
 
 
@@ -474,7 +474,7 @@ def test_search_offers_mixed_precision_for_float32(load, estimated_plans):
 def test_trace_overrides_the_estimate(load, monkeypatch):
     traced = []
 
-    def plan_of(recipe, on):
+    def plan_of(recipe, on, *, stages=True):
         plan = by_estimate(recipe, on)
         if recipe.activation_checkpointing is not None:
             return plan
@@ -680,7 +680,7 @@ def test_fewer_blocks_in_the_first_stages_where_only_they_fit(load):
 def test_a_size_that_the_model_refuses_is_not_offered(load, monkeypatch):
     written = concrete(load(*LONG), machine())
 
-    def refuse(recipe, on):
+    def refuse(recipe, on, *, stages=True):
         raise RecipeError("strategy.context_parallel_size: use 1")
 
     monkeypatch.setattr(search, "make_plan", refuse)

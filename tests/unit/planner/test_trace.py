@@ -442,3 +442,75 @@ def test_the_plan_of_distillation_counts_its_loss_and_names_the_teacher(tmp_path
     assert plans[1].needed == plans[1].tensors + plans[1].margin + plans[1].context
     assert large.before > 2 * large.tensors
     assert large.needed == large.before + large.context
+
+
+STAGED = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 8,
+}
+STAGED |= {"vocab_size": 4096, "num_key_value_heads": 8, "max_position_embeddings": 1024}
+
+
+@pytest.fixture
+def staged():
+    """A recipe with four stages on 16 GPUs."""
+
+    def make(schedule="1f1b", *, checkpointing=None):
+        return Recipe(
+            run=Run(name="staged", max_steps=3),
+            model=Model(config=CONFIG | STAGED, compile=False),
+            data=Data(train=("README.md",), tokenizer="bytes", sequence_length=1024, packing=False),
+            batch=Batch(global_batch_size=64, micro_batch_size=1),
+            strategy=Strategy(
+                kind="fsdp",
+                pipeline_parallel_size=4,
+                pipeline_schedule=schedule,
+                reshard_after_forward=True,
+                sync_every_micro_batch=True,
+            ),
+            activation_checkpointing=checkpointing,
+        )
+
+    return make
+
+
+def of_stages(made, machine):
+    """Bytes of tensors of each stage: traced, and estimated."""
+    work = Work(profile_model(made, device="cuda"), made, ranks=machine.ranks)
+    traced = [plan._traced(stage, made, machine).peak.total for stage in work.pipeline]
+    return traced, [estimate_memory(stage).peak.total for stage in work.pipeline]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [None, "full"])
+def test_the_stages_of_a_pipeline_are_traced(staged, mode):
+    """The first ones hold the activations of most micro-batches, the last one has the logits."""
+    machine = known_machine("h100", nodes=4, gpus_per_node=4, overrides={})
+    made = staged(checkpointing=None if mode is None else ActivationCheckpointing(mode=mode))
+    traced, estimated = of_stages(made, machine)
+    assert estimated == pytest.approx(traced, rel=0.12)
+    assert mode is not None or traced[0] > traced[1] > traced[2]
+    planned = plan.make_plan(made, machine)
+    assert planned.tensors == max(traced)
+    assert planned.traced
+    (note,) = (note for note in planned.notes if note.startswith("a GPU of the first rank"))
+    assert bytes_as_text(planned.needed) in note
+
+
+@pytest.mark.slow
+def test_few_micro_batches_in_flight_are_extrapolated(staged, monkeypatch):
+    machine = known_machine("h100", nodes=4, gpus_per_node=4, overrides={})
+    short, _ = of_stages(staged(), machine)
+    monkeypatch.setattr(plan, "_STEPS", {})
+    monkeypatch.setattr(trace, "_IN_FLIGHT", 4)
+    assert short == pytest.approx(of_stages(staged(), machine)[0], rel=0.04)
+
+
+@pytest.mark.slow
+def test_interleaved_stages_hold_more(staged):
+    machine = known_machine("h100", nodes=4, gpus_per_node=4, overrides={})
+    traced, estimated = of_stages(staged("interleaved_1f1b"), machine)
+    assert estimated == pytest.approx(traced, rel=0.25)
+    assert traced[0] > of_stages(staged(), machine)[0][0]
