@@ -264,15 +264,21 @@ def _agree_on_generation(store: Store, *, rank: int, ranks: int, seconds: float)
         store.set(f"generation/{generation}/{rank}", "")
         return generation
     generation = int(store.add("generation/last", 1))
-    deadline = time.monotonic() + seconds
-    for other in range(1, ranks):
-        while not store.check([f"generation/{generation}/{other}"]):
-            if store.check([f"hello/{other}"]):
-                name = store.get(f"hello/{other}").decode()
+    hellos = [f"hello/{other}" for other in range(1, ranks)]
+    arrived = [f"generation/{generation}/{other}" for other in range(1, ranks)]
+    answered, deadline = set[str](), time.monotonic() + seconds
+    while arrived and not store.check(arrived):
+        if store.check(hellos):
+            names = {name.decode() for name in store.multi_get(hellos)} - answered
+            for name in names:
                 store.set(f"generation/of/{name}", str(generation))
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {other} is missing")
-            time.sleep(0.002)
+            answered |= names
+        if time.monotonic() > deadline:
+            keys = arrived if store.check(hellos) else hellos
+            for other, key in enumerate(keys, 1):
+                if not store.check([key]):
+                    raise TimeoutError(f"rank {other} is missing")
+        time.sleep(0.01)
     return generation
 
 

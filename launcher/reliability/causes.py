@@ -19,6 +19,7 @@ _PEER_SIGNS = (
     "connection reset by peer",
     "broken pipe",
     "remote process exited",
+    "nccl communicator was aborted",
     # torchrun also terminates loader processes, which raises in their rank
     "is killed by signal: terminated",
     *_TIMEOUT_SIGNS,

@@ -45,9 +45,12 @@ from launcher.reliability.causes import (
     timed_out,
 )
 from launcher.reliability.file_calls import bounded
+from launcher.reliability.hang_report import nccl_status
 from launcher.reliability.lock import Ownership
+from launcher.reliability.nodes import LostNode, Nodes
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder
+from launcher.reliability.store_calls import absent
 
 # Keys of the store
 CLAIMS, _REPORTED, _OWNER = "failed/claims", "failed/reported", "owner"
@@ -62,9 +65,13 @@ _REPORT_SECONDS = 60.0
 """Time for the memory plan to find what would fit."""
 _TURN_SECONDS = 5.0
 """Time for another rank of this node to report, if the store does not answer."""
+_NOTICE_SECONDS = 3.0
+"""Time for a rank that runs to notice a failure."""
 _CLOSE_SECONDS = 10.0
 """Time for the metrics services to take the last records. torchrun kills a rank after 30."""
 
+_LOSSES = ("rank_lost", "timeout", "hang")
+"""Reasons of a failure about which NCCL may know more."""
 Cause = tuple[str, str, Account | None]
 """Reason and message of a failure, and what is known about memory if it ran out."""
 
@@ -125,7 +132,8 @@ class FailureWatch:
         process."""
         self.explain_timeout: Callable[[list[int]], list[str]] = lambda silent: []
         """Lines about what these ranks do; set by the watchdog."""
-        self.neighbours = Neighbours(environment)
+        self.neighbours, self.nodes = Neighbours(environment), Nodes(environment)
+        self._lost_nodes: list[LostNode] = []
         self.claimed = False
         """A thread of this rank reports; meanwhile no other thread may end the process."""
         self._found = run.read_status()
@@ -176,8 +184,13 @@ class FailureWatch:
     def announce_end(self) -> None:
         """This rank ends in order or has failed: its neighbours must not report it as lost."""
         with contextlib.suppress(Exception):
-            self.store.set(NOTICED(self.rank), "")
+            self.notice()
             self.store.set(ENDED(self.rank), "")
+
+    def notice(self) -> None:
+        """This rank runs, and has noticed a failure."""
+        self.store.set(NOTICED(self.rank), "")
+        self.nodes.notice(self.store)
 
     def is_set(self, key: str) -> bool:
         """Whether the store has the key."""
@@ -195,6 +208,8 @@ class FailureWatch:
             if ask_store:
                 with contextlib.suppress(Exception):
                     first = self.store.add(CLAIMS, 1) == 1
+            if ends and first is not None:  # first: the file system may not answer
+                self.announce_end()
             if first is None:
                 self._wait_for_turn()
             status = bounded(self.run.read_status, self._found)
@@ -205,7 +220,7 @@ class FailureWatch:
                 self.claimed = first and state != "failed"
             if first and not self.claimed:  # a rank that the store did not answer has reported
                 self._set_reported(EXIT_FAILED)
-            if ends or self.claimed:
+            if self.claimed or (ends and first is None):
                 self.announce_end()
             return self.claimed
 
@@ -213,14 +228,18 @@ class FailureWatch:
         """Without the store: one rank after the other. The ranks of a node also take a lock, which
         this one holds until it ends, so that the next one sees its report in status.json."""
         time.sleep(min(5.0, 0.2 * self.rank))
-        deadline = time.monotonic() + _TURN_SECONDS
-        with contextlib.suppress(OSError):
+
+        def lock() -> None:
+            deadline = time.monotonic() + _TURN_SECONDS
             self._turn = (self.run.log / "failure.lock").open("w")
             while time.monotonic() < deadline:
                 with contextlib.suppress(BlockingIOError):
                     fcntl.flock(self._turn, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     return
                 time.sleep(0.1)
+
+        with contextlib.suppress(OSError):
+            bounded(lock, None)
 
     def wait_for_report(self, *, lost: int = EXIT_FAILED) -> int:
         """Waits for the rank that claimed, and returns the exit status for all, or `lost` if the
@@ -249,15 +268,18 @@ class FailureWatch:
         """Reports a claimed failure on the console, in status.json and events.jsonl, and to
         torchrun's agent. If memory ran out, the suggestions of the memory plan follow. All ranks
         end with `status`."""
+        if reason in _LOSSES and (seen := nccl_status()):
+            text += f"\nNCCL's RAS says:\n{seen}"
         self._print(text)
         with contextlib.suppress(Exception):  # of the store
             self.store.set(_MACHINE, str(self.rank - self.environment.local_rank))
         step = self._last_step()
         noted = account.noted if account is not None else {}
+        lost = {"lost_nodes": [node.name for node in self._lost_nodes]} if self._lost_nodes else {}
 
         def record() -> bool:
-            self.run.write_status("failed", step=step, reason=reason, error=text)
-            self.run.note("failed", ranks=self.ranks, step=step, reason=reason, **noted)
+            self.run.write_status("failed", step=step, reason=reason, error=text, **lost)
+            self.run.note("failed", ranks=self.ranks, step=step, reason=reason, **lost, **noted)
             return True
 
         try:
@@ -277,7 +299,10 @@ class FailureWatch:
             text = f"{text}\n{answer}"
             self.environment.tell_agent(text)
             with contextlib.suppress(OSError, TrainingError):
-                self.run.write_status("failed", step=step, reason=reason, error=text)
+                bounded(
+                    lambda: self.run.write_status("failed", step=step, reason=reason, error=text),
+                    None,
+                )
         self._set_reported(status)
 
     def _last_step(self) -> int:
@@ -287,21 +312,25 @@ class FailureWatch:
 
     def _print(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the reader of the console may be gone
-            print(printable(text), file=self.console, flush=True)
+            bounded(lambda: print(printable(text), file=self.console, flush=True), None)
 
     def report_exception(self, error: BaseException) -> int:
         """Writes the traceback to the rank's log; reports the cause if no other rank does. Returns
         the exit status."""
         log_file = self.run.log / f"rank_{self.rank}.log"
         unexpected = not isinstance(error, (RecipeError, TrainingError))
+        claims = self.claim()  # before the log, whose file system may not answer
         if unexpected:
-            with (
-                contextlib.suppress(OSError),
-                log_file.open("a", encoding="utf-8", errors="backslashreplace") as log,
-            ):
-                traceback.print_exception(error, file=log)
+            thrown = error
+
+            def write() -> None:
+                with log_file.open("a", encoding="utf-8", errors="backslashreplace") as log:
+                    traceback.print_exception(thrown, file=log)
+
+            with contextlib.suppress(OSError):
+                bounded(write, None)
             error = first_cause(error)
-        if not self.claim():
+        if not claims:
             if self.claimed:  # the watchdog of this rank reports, and ends the process
                 threading.Event().wait()
             if not isinstance(error, RecipeError):
@@ -361,7 +390,7 @@ class FailureWatch:
             if silent and late:
                 key = "run.timeout" if self.progress.started else "run.init_timeout"
                 text = f"{self._names(silent)} did not answer in step {step} within the time limit "
-                lines = [f"{text}of a collective ({key})"]
+                lines = [*self.lost_nodes(), f"{text}of a collective ({key})"]
                 with contextlib.suppress(Exception):  # of the store
                     lines += self.explain_timeout(silent)
                 return "timeout", "\n".join(lines), None
@@ -393,9 +422,27 @@ class FailureWatch:
         names = self._names(lost)
         if host_memory.killed_since(self._killed):
             return self._killed_by_kernel(names)
-        text = f"{names} ended without an error message in step {self.progress.step + 1}. "
-        text += "Exit code -9 means killed, for example by the kernel when host memory ran out"
-        return "rank_lost", text, None
+        lines = self.lost_nodes()
+        lost = [rank for rank in lost if not any(rank in node.ranks for node in self._lost_nodes)]
+        if lost:
+            lines.append(
+                f"{self._names(lost)} ended without an error message in step "
+                f"{self.progress.step + 1}. Exit code -9 means killed, for example by the kernel when "
+                "host memory ran out"
+            )
+        return "rank_lost", "\n".join(lines), None
+
+    def lost_nodes(self) -> list[str]:
+        """A line that names the nodes from which nothing is heard, for the beginning of a report, and
+        notes them for status.json; no line if there is none. Must be called after a claim."""
+        with contextlib.suppress(Exception):  # of the store
+            self._lost_nodes = self.nodes.lost(self.store)
+        if not self._lost_nodes:
+            return []
+        names = [f"{node.name} ({self._names([*node.ranks])})" for node in self._lost_nodes]
+        noun = "node" if len(names) == 1 else "nodes"
+        text = f"nothing is heard from {noun} {', '.join(names)} any more: the probable cause is there, "
+        return [f"{text}or in the network to it"]
 
     def _killed_by_kernel(self, name: str) -> Cause:
         step = self.progress.step
@@ -407,15 +454,13 @@ class FailureWatch:
         return f"{noun} {', '.join(map(str, ranks))} of {self.ranks}"
 
     def _silent_ranks(self, *, running: bool) -> list[int] | None:
-        """Ranks that do not notice the failure within three seconds, so were probably killed; None
-        if the store does not answer. `running` includes ranks that run but have not failed."""
-        key, deadline = ENDED if running else NOTICED, time.monotonic() + 3.0
+        """Ranks that do not notice the failure in time, so were probably killed; None if the store
+        does not answer. `running` includes ranks that run but have not failed."""
+        key = ENDED if running else NOTICED
+        ranks = {key(rank): rank for rank in range(self.ranks)}
         with contextlib.suppress(Exception):
-            while True:
-                silent = [rank for rank in range(self.ranks) if not self.is_set(key(rank))]
-                if not silent or time.monotonic() > deadline:
-                    return silent
-                time.sleep(0.1)
+            silent = absent(self.store, list(ranks), seconds=_NOTICE_SECONDS)
+            return [ranks[name] for name in silent]
         return None
 
     # The end
@@ -429,14 +474,18 @@ class FailureWatch:
         if not self.claim():
             self.end(self.wait_for_report())
         step = self._last_step()
-        kept = self.run.kept_before_training()
+        kept = bounded(self.run.kept_before_training, None)
         what = "there is nothing to save"
         if kept is not None:
             what = f"the next start continues with what has been computed in {kept}"
         self._print(f"stopped by {source} before the first step: {what}")
-        with contextlib.suppress(OSError, TrainingError):
+
+        def record() -> None:
             self.run.write_status("stopped", step=step, reason=source)
             self.run.note("stopped", ranks=self.ranks, step=step, reason=source)
+
+        with contextlib.suppress(OSError, TrainingError):
+            bounded(record, None)
         # The others may end only now: rank 0 releases the folder, after which no rank may write
         status = EXIT_DONE if self.environment.torchrun else EXIT_STOPPED
         self._set_reported(status)

@@ -1,15 +1,19 @@
-"""What a rank records when a run hangs: stacks, and the kernel's view of a process."""
+"""What a rank records when a run hangs: stacks, the kernel's view of a process, NCCL's of all."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import sysconfig
 import threading
+import time
 import traceback
 from pathlib import Path
 from types import FrameType
+
+import torch.distributed as dist
 
 _WAITS = (
     ("torch/distributed/", None),
@@ -19,6 +23,8 @@ _WAITS = (
     ("launcher/reliability/stop_agreement.py", "reached"),
 )
 """Files, and functions of them, in which a rank waits for other ranks."""
+_RAS_SECONDS, _RAS_BYTES = 2.0, 16 << 10
+"""Time for the answer of NCCL's RAS, and how much of it is read."""
 _LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")})
 
 
@@ -67,3 +73,23 @@ def process_state(pid: int) -> list[str]:
         waits = (folder / "wchan").read_text()
     state = next(line for line in lines if line.startswith("State:")).replace("\t", " ")
     return [f"process {pid}", state, f"waits in the kernel in: {waits or '?'}"]
+
+
+def nccl_status() -> str:
+    """What NCCL's RAS (NCCL 2.24 and later) says about the processes of the run; empty if NCCL is not
+    used or RAS does not answer. What has not arrived in time is left out."""
+    if not (dist.is_initialized() and "nccl" in dist.get_backend_config()):
+        return ""
+    host, _, port = os.environ.get("NCCL_RAS_ADDR", "localhost:28028").rpartition(":")
+    deadline, answer = time.monotonic() + _RAS_SECONDS, b""
+    with (
+        contextlib.suppress(OSError, ValueError),
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_RAS_SECONDS) as connection,
+    ):
+        connection.sendall(b"status\n")
+        while len(answer) < _RAS_BYTES and (left := deadline - time.monotonic()) > 0:
+            connection.settimeout(left)
+            if not (received := connection.recv(_RAS_BYTES - len(answer))):
+                break
+            answer += received
+    return answer.decode(errors="replace").strip()

@@ -9,8 +9,9 @@ and reports which one is behind. In phases where heartbeats are rare, such as th
 checkpoint, the run hangs if no rank has got further for run.init_timeout; there, tasks that advance
 (`console.task`) are signs of life, too. A rank that does not answer is stopped or swapped out, or a
 call keeps its interpreter's lock. Ranks answer before they write anything, and files are used in
-other threads: the file system may be what the run waits for. A call of the store blocks while the agent that hosts it is stopped
-(SIGSTOP, a frozen node); it then fails after run.hang_timeout (`limit_store_calls`).
+other threads: the file system may be what the run waits for. If most ranks cannot write their stacks
+in time, the report says so, and blames no rank. A call of the store blocks while the agent that hosts
+it is stopped (SIGSTOP, a frozen node); it then fails after run.hang_timeout (`limit_store_calls`).
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from launcher.errors import EXIT_FAILED, TrainingError
 from launcher.libraries.private import flight_recorder
 from launcher.reliability import file_calls, hang_report
 from launcher.reliability.causes import describe
-from launcher.reliability.failures import CLAIMS, ENDED, NOTICED, FailureWatch
+from launcher.reliability.failures import CLAIMS, ENDED, FailureWatch
 from launcher.reliability.file_calls import bounded
 from launcher.reliability.signals import StopRequest
 from launcher.reliability.stop_agreement import StopAgreement
+from launcher.reliability.store_calls import absent
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +51,8 @@ _NEIGHBOUR_LOST_SECONDS = 3.0
 """Time that the store may fail before a lost neighbour is reported without it."""
 _STORE_LOST_SECONDS = 10.0
 """Time that the store may fail before it counts as gone."""
-_ANSWER_SECONDS = 5.0
-"""Time for the ranks to answer when one hangs."""
+_ANSWER_SECONDS, _ANSWER_SECONDS_OF_MANY, _MANY_RANKS = 5.0, 15.0, 64
+"""Time for the ranks to answer when one hangs, and for more than 64 ranks."""
 _REPORT_SECONDS = 60.0
 """Time for the rank that has claimed a failure to report it."""
 _SHORT_STEP_SECONDS = 2.0
@@ -60,7 +62,7 @@ _WAITING_SECONDS = 0.1
 """Time between two checks while ranks wait for that agreement, or for the report of a failure."""
 # Keys of the store
 _SLOW, _LIFE = "watch/slow", "watch/life"
-_HANG, _ANSWER = "watch/hang", "watch/answer_{}".format
+_HANG, _ANSWER, _WRITTEN = "watch/hang", "watch/answer_{}".format, "watch/written_{}".format
 
 Answer = dict[str, Any]
 """A rank's position in its code, and the states of its neighbours' processes."""
@@ -129,6 +131,7 @@ class Watch:
         with contextlib.suppress(Exception):  # of the store; the first round tries again
             # Now, because a rank that has not published its process cannot be reported as lost
             self._failures.neighbours.find(self._store)
+            self._failures.nodes.beat(self._store)
         self._failures.explain_timeout = self._explain_timeout
         self._thread.start()
         if self._rank == 0:
@@ -160,7 +163,8 @@ class Watch:
         try:
             self._watch_until_done()
         except Exception as error:  # nothing else notices hangs, lost ranks and requests to stop
-            traceback.print_exc()
+            text = traceback.format_exc()
+            bounded(lambda: print(text, file=sys.stderr, flush=True), None)
             self._fail("watchdog", f"the watchdog of rank {self._rank} failed: {describe(error)}")
 
     def _watch_until_done(self) -> None:
@@ -207,7 +211,7 @@ class Watch:
         if not self._stop_shown and self._rank == 0 and not self._progress.preparing:
             self._stop_shown = True
             if line := stop_line(self._stop.signal or "signal", self._progress.step_seconds):
-                logger.info(line)
+                bounded(lambda: logger.info(line), None)
         if self._progress.preparing:
             if self._stopped_by_file:
                 with contextlib.suppress(OSError):
@@ -226,6 +230,7 @@ class Watch:
                 self._stop.ask(f"the file {self._stop_file}")
 
     def _look_at_store(self, lost: list[int]) -> None:
+        self._failures.nodes.beat(self._store)
         if self._failures.is_set(CLAIMS):
             self._other_claimed()
             return
@@ -266,7 +271,7 @@ class Watch:
         """Answers the report of a hang, and ends this rank if it does not end by itself."""
         if self._noticed_claim_at is None:
             self._noticed_claim_at = time.monotonic()
-            self._store.set(NOTICED(self._rank), "")
+            self._failures.notice()
         if not self._answered and self._failures.is_set(_HANG):
             self._answer()
         waited = time.monotonic() - self._noticed_claim_at
@@ -318,22 +323,33 @@ class Watch:
         answers[self._rank] = self._answer()
         with contextlib.suppress(Exception):
             missing = self._missing(answers)
-        self._failures.report("hang", self._describe(answers, missing))
+        nodes = self._failures.lost_nodes() if missing else []
+        self._failures.report("hang", "\n".join([*nodes, *self._describe(answers, missing)]))
         self._failures.end(EXIT_FAILED)
 
     def _missing(self, answers: dict[int, Answer]) -> list[int]:
         """Adds the answers of the other ranks; returns those that do not answer in time."""
         others = [rank for rank in range(self._ranks) if not self._failures.is_set(ENDED(rank))]
-        missing, deadline = others, time.monotonic() + _ANSWER_SECONDS
-        while missing and time.monotonic() < deadline:
-            for rank in missing:
-                if self._failures.is_set(_ANSWER(rank)):
-                    answers[rank] = json.loads(self._store.get(_ANSWER(rank)))
-            missing = [rank for rank in others if rank not in answers]
-            time.sleep(0.1)
+        keys = {_ANSWER(rank): rank for rank in others}
+        many = self._ranks > _MANY_RANKS
+        seconds = _ANSWER_SECONDS_OF_MANY if many else _ANSWER_SECONDS
+        missing = [keys.pop(key) for key in absent(self._store, list(keys), seconds=seconds)]
+        texts = self._store.multi_get(list(keys)) if keys else []
+        answers.update(zip(keys.values(), map(json.loads, texts), strict=True))
         return missing
 
-    def _describe(self, answers: dict[int, Answer], missing: list[int]) -> str:
+    def _waits_for_files(self, answers: dict[int, Answer]) -> str | None:
+        """That the file system does not answer, if most of the ranks that have answered cannot write
+        their stacks in time."""
+        late, keys = list[str](), [_WRITTEN(rank) for rank in answers]
+        with contextlib.suppress(Exception):  # of the store
+            late = absent(self._store, keys, seconds=file_calls.FILE_SECONDS)
+        if 2 * len(late) <= len(keys):
+            return None
+        where = f"the file system of {self._run.path} does not answer"
+        return f"{where} on {len(late)} of {len(keys)} ranks"
+
+    def _describe(self, answers: dict[int, Answer], missing: list[int]) -> list[str]:
         """Which rank is behind, where, and where the others wait. The missing ranks did not
         answer."""
         limit, key = self._hang_timeout, "run.hang_timeout"
@@ -348,9 +364,7 @@ class Watch:
         behind = missing or _behind(answers)
         if len(behind) == self._ranks > 1:
             lines[0] += "; no rank is behind the others"
-        lines += self._describe_ranks(answers, behind)
-        lines.append(self._stacks_written())
-        return "\n".join(lines)
+        return [*lines, *self._describe_ranks(answers, behind), self._stacks_written()]
 
     def _explain_timeout(self, silent: list[int]) -> list[str]:
         """What the ranks do for which a collective of this rank waited beyond its time limit."""
@@ -361,16 +375,18 @@ class Watch:
         return self._describe_ranks(answers, missing or silent)
 
     def _describe_ranks(self, answers: dict[int, Answer], behind: list[int]) -> list[str]:
-        lines = []
+        files = self._waits_for_files(answers)
+        # A rank that waits for files is not to blame
+        lines, blame = ([], " is behind:") if files is None else ([files], ":")
         for rank in behind[:8]:
             name = f"rank {rank} of {self._ranks}"
             if rank in answers:
                 what = f"it runs without progress; {answers[rank]['phase']}"
-                lines.append(f"{name} ({answers[rank]['process']}) is behind: {what}")
+                lines.append(f"{name} ({answers[rank]['process']}){blame} {what}")
                 lines.append(f"  at {answers[rank]['where']}")
                 lines += [f"  {line}" for line in answers[rank]["children"]]
             else:
-                lines.append(f"{name} is behind: its process does not answer")
+                lines.append(f"{name}{blame} its process does not answer")
                 seen = (answer["neighbours"].get(str(rank), []) for answer in answers.values())
                 lines += [f"  {line}" for line in next(filter(None, seen), [])]
         for rank in [rank for rank in answers if rank not in behind][:2]:
@@ -416,11 +432,17 @@ class Watch:
 
     def _write_stacks(self, text: str) -> None:
         folder = self._run.log / "hang"
-        with contextlib.suppress(OSError, TrainingError):
+        try:
             self._run.check()
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"rank_{self._rank}.txt").write_text(text)
-            if (recorded := flight_recorder()) is not None:
+            written = True
+        except (OSError, TrainingError):
+            written = False
+        with contextlib.suppress(Exception):  # of the store
+            self._store.set(_WRITTEN(self._rank), "")  # or refused: the file system answers
+        if written and (recorded := flight_recorder()) is not None:
+            with contextlib.suppress(OSError):
                 (folder / f"flight_recorder_{self._rank}").write_bytes(recorded)
 
     def _stacks_written(self) -> str:

@@ -139,9 +139,12 @@ class Job:
         endpoint = f"{address(self.slurm.interface)}:{port}"
         return {"endpoint": endpoint, "name": f"{number}.{self.restart}{suffix}"}
 
+    def _hostnames(self) -> list[str]:
+        return (scontrol("show", "hostnames", self.nodelist) or "").split()
+
     def preflight(self) -> list[str]:
         """Checks each node alone, then all together. Returns the nodes that are not fit."""
-        nodes = (scontrol("show", "hostnames", self.nodelist) or "").split()
+        nodes = self._hostnames()
         doctor, folder = ["launcher.cli.main", "doctor"], self.run_dir
         log_file = self.logs / "preflight_nodes.log"
         command = [self.python, "-m", *doctor, "--node", f"shared={folder}", f"runs={folder}"]
@@ -244,6 +247,9 @@ class Job:
         if not decision.requeue:
             self.attempts.remove_successor()
             return decision.status
+        if lost := status.get("lost_nodes"):
+            bad_nodes = [node for node in self._hostnames() if node in lost]
+            log(f"nothing was heard from {', '.join(lost)}: excluded if Slurm can spare them")
         if not self.requeue(known, bad_nodes):
             before.write()  # still open, so the job's successor resumes the run
             return EXIT_FAILED

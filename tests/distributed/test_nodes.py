@@ -184,6 +184,8 @@ def test_run_survives_a_lost_node(folder, one_rank, rank):
         )
         other.kill()
         assert host.wait(240 if rank == 0 else 120) == 0, host.output()[-8000:]
+        if rank == 1:  # with rank 0 the ranks' store is lost, too
+            assert events(run_dir, "failed")[0]["lost_nodes"] == [other.name]
         check_resumed_on_one_node(run_dir, host, one_rank, host.output()[-8000:])
 
 

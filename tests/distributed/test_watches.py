@@ -162,16 +162,73 @@ def stopped_processes():
 
 
 def test_a_hang_is_reported_where_the_file_system_does_not_answer(tmp_path):
-    """The ranks answer before they write, and the run ends."""
+    """The ranks answer before they write, no rank is to blame, and the run ends."""
     run_dir = tmp_path / "run"
     result = start(run_dir, "files", during=None, hang_timeout=3)
     assert result.status != 0
     assert "rank 1 of 2" in result.output
-    assert "is behind: it runs without progress; in step 5, forward" in result.output
+    assert f"the file system of {run_dir} does not answer on 2 of 2 ranks" in result.output
+    assert "): it runs without progress; in step 5, forward" in result.output
+    assert "is behind" not in result.output
     assert "rank 0 waits in step 5, backward; at " in result.output
     assert "does not answer: stacks are not written there" in result.output
     assert f"the file system of {run_dir} does not answer: not recorded there" in result.output
     assert status(run_dir)["state"] == "running"
+
+
+def test_an_exception_is_reported_where_the_file_system_does_not_answer(tmp_path):
+    """The rank waited for its log before it said that it had failed, and the hang of the others was
+    reported."""
+    result = start(tmp_path / "run", "raise", during=None, hang_timeout=10)
+    assert result.status != 0
+    assert "rank 1 of 2 failed in step 5: ValueError: a fault of this test" in result.output
+    assert "no sign of life" not in result.output
+
+
+def test_a_lost_node_is_named_before_the_ranks_that_end_because_of_it(tmp_path):
+    run_dir, port = tmp_path / "run", free_port()
+
+    def agent(name):
+        words = [
+            "--nnodes",
+            "2",
+            "--nproc-per-node",
+            "2",
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-id",
+            "n",
+        ]
+        words += [
+            "--rdzv-endpoint",
+            f"127.0.0.1:{port}",
+            "--rdzv-conf",
+            f"is_host={int(name == 'n1')}",
+        ]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *words,
+            WATCHED,
+            run_dir,
+            "60",
+            "node",
+        ]
+        return run(command, timeout=200, SLURMD_NODENAME=name)
+
+    other = threading.Thread(target=agent, args=("n2",))
+    other.start()
+    result = agent("n1")
+    other.join()
+    outcome = status(run_dir)
+    assert result.status != 0
+    assert outcome["reason"] == "rank_lost", result.output
+    first, second = outcome["error"].splitlines()[:2]
+    assert re.match(r"nothing is heard from node n2 \(ranks \d, \d of 4\) any more", first)
+    assert re.match(r"rank \d of 4 ended without an error message in step 5", second)
+    assert outcome["lost_nodes"] == ["n2"]
+    assert events(run_dir)[-1]["lost_nodes"] == ["n2"]
 
 
 def check_endless_loop(outcome, run_dir):

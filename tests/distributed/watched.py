@@ -13,6 +13,9 @@ early     No step is trained; rank 1 kills itself immediately.
 loaders   In step 5 rank 0 waits for eight processes that it has forked, which are stopped.
 files     In step 5 the file system of the run's folder does not answer any more, for all ranks, and
           rank 1 opens a file of it.
+raise     In step 5 that file system does not answer any more, and rank 1 raises an exception.
+node      In step 5 the node n2 (SLURMD_NODENAME) is lost: its agent and its ranks are killed. Three
+          seconds later the second rank of the other node aborts, as NCCL ends it. The others wait.
 """
 
 import os
@@ -160,6 +163,21 @@ def main():
                 never_answer(run.path)
                 if ranks.rank == 1:
                     (run.path / "text.jsonl").read_text()
+            if step == 5 and fault == "raise":
+                file_calls.FILE_SECONDS = 2.0
+                never_answer(run.path)
+                if ranks.rank == 1:
+                    raise ValueError("a fault of this test")
+            if step == 5 and fault == "node":
+                if os.environ["SLURMD_NODENAME"] == "n2" and environment.local_rank == 0:
+                    time.sleep(1)  # its neighbour is killed by then
+                    os.kill(os.getppid(), signal.SIGKILL)
+                elif environment.local_rank == 1 and os.environ["SLURMD_NODENAME"] != "n2":
+                    time.sleep(3)
+                    os.abort()
+                if os.environ["SLURMD_NODENAME"] == "n2":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                spin()
             progress.heartbeat("backward")
             asked = torch.tensor([float(stop.requested())])
             dist.all_reduce(asked)

@@ -4,6 +4,7 @@ import threading
 from collections import Counter
 from datetime import timedelta
 
+import pytest
 import torch.distributed as dist
 
 from launcher.distributed import process_group
@@ -41,6 +42,41 @@ class CountingStore(dist.Store):
 
     def has_extended_api(self):
         return True
+
+
+class AnsweringStore(CountingStore):
+    """A store in which all other ranks have said hello, and arrive as soon as they are answered."""
+
+    def __init__(self, store, ranks):
+        super().__init__(store)
+        for rank in range(1, ranks):
+            store.set(f"hello/{rank}", f"name{rank}")
+
+    def set(self, key, value):
+        super().set(key, value)
+        if key.startswith("generation/of/name"):
+            self.store.set(f"generation/1/{key.removeprefix('generation/of/name')}", "")
+
+    def get(self, key):
+        raise AssertionError("a request for one rank")
+
+    def check(self, keys):
+        self.counts["checks"] += 1
+        return super().check(keys)
+
+
+def test_rank_0_asks_for_all_ranks_at_once():
+    """It asked for one after the other: 1,023 ranks took three seconds."""
+    store = AnsweringStore(dist.HashStore(), 64)
+    assert process_group._agree_on_generation(store, rank=0, ranks=64, seconds=100) == 1
+    assert store.counts["checks"] == 3
+
+
+def test_the_rank_that_does_not_meet_the_others_is_named():
+    store = dist.HashStore()
+    store.set("hello/1", "name1")
+    with pytest.raises(TimeoutError, match="rank 2 is missing"):
+        process_group._agree_on_generation(store, rank=0, ranks=3, seconds=0.1)
 
 
 def counts_by_rank(ranks, monkeypatch):

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -21,12 +22,16 @@ from launcher import console
 from launcher.distributed import process_group
 from launcher.distributed.environment import Environment
 from launcher.distributed.processes import process_start, this_machine
-from launcher.reliability import watchdog
+from launcher.reliability import failures as failures_module
+from launcher.reliability import file_calls, hang_report, watchdog
+from launcher.reliability import nodes as nodes_module
 from launcher.reliability.causes import describe, first_cause, lost_a_loader
 from launcher.reliability.failures import FailureWatch
+from launcher.reliability.nodes import Nodes
 from launcher.reliability.progress import Progress
 from launcher.reliability.run_directory import RunFolder
 from launcher.reliability.signals import StopRequest
+from launcher.reliability.store_calls import absent
 from launcher.reliability.watchdog import Watch
 
 pytestmark = pytest.mark.filterwarnings(
@@ -408,6 +413,118 @@ with watch:
         {call}
     os._exit(9)  # a process that the rank has forked may end itself
 """
+
+
+def test_a_claim_is_announced_before_files_are_read(start, monkeypatch):
+    """Where the file system did not answer, other ranks took this one for lost."""
+    rank, answers = start(), threading.Event()
+    monkeypatch.setattr(rank.run, "read_status", lambda: {} if answers.wait(60) else None)
+    claiming = threading.Thread(target=rank.failures.claim)
+    claiming.start()
+    assert not absent(rank.store, ["failed/noticed_0", "failed/rank_0"], seconds=5)
+    assert claiming.is_alive()
+    answers.set()
+    claiming.join()
+
+
+def test_a_log_that_does_not_answer_delays_no_report(start, monkeypatch):
+    rank = start()
+    monkeypatch.setattr(file_calls, "FILE_SECONDS", 0.2)
+    os.mkfifo(rank.run.log / "rank_0.log")  # nobody reads it, so it cannot be opened
+    reporting = threading.Thread(
+        target=rank.failures.report_exception, args=(ValueError("oops"),), daemon=True
+    )
+    reporting.start()
+    reporting.join(60)
+    assert not reporting.is_alive()
+    assert rank.run.read_status()["error"].startswith("rank 0 of 2 failed in step 5: ValueError")
+
+
+def test_all_keys_are_asked_for_at_once():
+    store = FlakyStore(dist.HashStore())
+    for number in range(100):
+        store.store.set(str(number), "")
+    assert absent(store, list(map(str, range(100))), seconds=5) == []
+    assert store.calls == 1
+    assert absent(store, ["7", "x", "8"], seconds=0) == ["x"]
+    assert absent(store, [], seconds=0) == []
+
+
+@pytest.mark.parametrize(
+    ("beats", "notice", "lost"),
+    [
+        ("0120202", "02", ["n1"]),
+        ("0120202", "0", ["n1"]),  # NCCL has aborted all ranks of the third node
+        ("02100", "0", ["n2", "n1"]),
+        ("01202", "012", []),
+        ("0202", "02", []),  # it has not started yet
+    ],
+)
+def test_the_nodes_that_were_silent_first_are_lost(monkeypatch, beats, notice, lost):
+    """beats: three nodes of two ranks, in the order of their signs of life."""
+    monkeypatch.setattr(nodes_module, "_SILENT_SECONDS", 0.0)
+    monkeypatch.setattr(nodes_module, "_BEAT_SECONDS", 0.0)
+    store = dist.HashStore()
+    nodes = [Nodes(Environment(rank=r, world_size=6, local_world_size=2)) for r in (0, 2, 4)]
+    for node in beats:
+        monkeypatch.setenv("SLURMD_NODENAME", f"n{node}")
+        nodes[int(node)].beat(store)
+    for node in notice:
+        nodes[int(node)].notice(store)
+    found = nodes[0].lost(store)
+    assert [node.name for node in found] == lost
+    assert all(node.ranks[0] == 2 * int(node.name[1]) for node in found)
+
+
+def test_only_the_first_rank_of_a_node_gives_signs_of_life(monkeypatch):
+    monkeypatch.setattr(nodes_module, "_BEAT_SECONDS", 60)
+    store = dist.HashStore()
+    Nodes(Environment(rank=3, local_rank=1, world_size=4, local_world_size=2)).beat(store)
+    Nodes(Environment(world_size=2, local_world_size=2)).beat(store)  # one node
+    assert store.num_keys() == 0
+    first = Nodes(Environment(rank=2, world_size=4, local_world_size=2))
+    first.beat(store)
+    first.beat(store)  # not due yet
+    assert store.add("node/beats", 0) == 1
+
+
+@pytest.mark.parametrize(("answer", "expected"), [(b"Job summary\n", "Job summary"), (None, "")])
+def test_the_view_of_nccl_is_asked_for(monkeypatch, answer, expected):
+    """With a time limit: None does not answer."""
+    monkeypatch.setattr(hang_report, "_RAS_SECONDS", 0.5 if answer is None else 60)
+    monkeypatch.setattr(hang_report.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(hang_report.dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("NCCL_RAS_ADDR", f"127.0.0.1:{server.getsockname()[1]}")
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                assert connection.recv(100) == b"status\n"
+                if answer is None:
+                    assert connection.recv(100) == b"", "the client waits no longer"
+                else:
+                    connection.sendall(answer)
+
+        serving = threading.Thread(target=serve)
+        serving.start()
+        assert hang_report.nccl_status() == expected
+        serving.join(60)
+    assert hang_report.nccl_status() == "", "nothing listens"
+    monkeypatch.setattr(hang_report.dist, "get_backend_config", lambda: "cpu:gloo")
+    assert hang_report.nccl_status() == ""
+
+
+NCCL_ABORT = "NCCL communicator was aborted on rank 0. Original reason for failure was: timeout"
+
+
+def test_what_nccl_says_is_in_the_report_of_a_loss(start, monkeypatch):
+    monkeypatch.setattr(failures_module, "nccl_status", lambda: "rank 1 is missing")
+    rank = start()
+    assert rank.failures.report_exception(RuntimeError(NCCL_ABORT)) == 1
+    status = rank.run.read_status()
+    assert status["reason"] == "rank_lost"
+    assert status["error"].splitlines()[-2:] == ["NCCL's RAS says:", "rank 1 is missing"]
 
 
 def test_stop_request_after_rank_loss_reports_the_loss(start, neighbour, monkeypatch):

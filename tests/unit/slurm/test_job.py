@@ -647,6 +647,18 @@ def test_bad_node_is_excluded(start_job, nodes, bad, excluded):
     assert updates == ([] if excluded is None else expected)
 
 
+def test_a_node_that_the_ranks_have_lost_is_excluded(start_job):
+    """The job was requeued onto it."""
+    printed = "JobState=RUNNING Restarts=0 n1 n2 n3"  # of both commands
+    job, commands = start_job({"SLURM_JOB_NUM_NODES": "3"}, printed)
+    job.attempts.begin()
+    lost = {"lost_nodes": ["n2", "other"]}
+    RunFolder(job.run_dir).write_status("failed", step=4, reason="rank_lost", error="", **lost)
+    assert job.end(1, []) == 0
+    updates = [words for words in commands if words[0] == "update"]
+    assert updates == [("update", "JobId=7", "ExcNodeList=n2")]
+
+
 @pytest.mark.parametrize(
     "output", ["JobState=CANCELLED Restarts=0", "JobState=RUNNING Restarts=1", ""]
 )
