@@ -14,8 +14,8 @@ loaders   In step 5 rank 0 waits for eight processes that it has forked, which a
 files     In step 5 the file system of the run's folder does not answer any more, for all ranks, and
           rank 1 opens a file of it.
 raise     In step 5 that file system does not answer any more, and rank 1 raises an exception.
-node      In step 5 the node n2 (SLURMD_NODENAME) is lost: its agent and its ranks are killed. Three
-          seconds later the second rank of the other node aborts, as NCCL ends it. The others wait.
+node      In step 5 the node without rank 0 is lost: its agent and its ranks are killed. RUN_DIR/lost has
+          its name. Three seconds later rank 1 aborts, as NCCL ends it, while rank 0 waits.
 """
 
 import os
@@ -169,14 +169,18 @@ def main():
                 if ranks.rank == 1:
                     raise ValueError("a fault of this test")
             if step == 5 and fault == "node":
-                if os.environ["SLURMD_NODENAME"] == "n2" and environment.local_rank == 0:
-                    time.sleep(1)  # its neighbour is killed by then
-                    os.kill(os.getppid(), signal.SIGKILL)
-                elif environment.local_rank == 1 and os.environ["SLURMD_NODENAME"] != "n2":
-                    time.sleep(3)
+                lost = ranks.rank >= environment.local_world_size
+                if lost and environment.local_rank == 0:
+                    (run.path / "lost").write_text(os.environ["SLURMD_NODENAME"])
+                    time.sleep(1)  # all ranks are in this step by then
+                    agent = os.getppid()
+                    ranks_of_node = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+                    own = str(os.getpid())
+                    for pid in (*(pid for pid in ranks_of_node if pid != own), agent, own):
+                        os.kill(int(pid), signal.SIGKILL)
+                if not lost and environment.local_rank == 1:
+                    time.sleep(4)
                     os.abort()
-                if os.environ["SLURMD_NODENAME"] == "n2":
-                    os.kill(os.getpid(), signal.SIGKILL)
                 spin()
             progress.heartbeat("backward")
             asked = torch.tensor([float(stop.requested())])
