@@ -15,7 +15,7 @@ from tests.distributed.test_train import SMALL
 from tests.run_files import status
 from tests.unit.data.rows import write
 
-PAIRS = [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " five"}] * 8
+PAIRS = [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " five"}] * 32
 STOP_TRAIN = REPOSITORY / "tests/distributed/stop_train.py"
 
 
