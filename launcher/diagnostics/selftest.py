@@ -337,6 +337,10 @@ def run(setting: Json) -> int:
         print(*lines, "", f"{sequences} on {ranks.size} x {where}, dropout off.", sep="\n")
         print(same if good else "Some configurations differ: see the marks in the last column.")
         cause = None if good or results[0].check is None else results[0].check.describe()
+        if not good and variants[0].recipe.model.router_balance == "micro_batch":
+            cause = (
+                "model.router_balance: micro_batch, a loss that depends on the division of a batch"
+            )
         if cause is not None:
             print(f"Likely cause: {cause}.")
         return EXIT_DONE if good else EXIT_NO

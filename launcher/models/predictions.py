@@ -56,23 +56,35 @@ def logits(
 ) -> torch.Tensor:
     """(rows, tokens, vocabulary), or those at these places of the flattened rows. With pipeline
     parallelism all stages have them without gradients, the last one with them."""
+    return predicted_logits(model, inputs, at).value
+
+
+def predicted_logits(
+    model: nn.Module, inputs: Mapping[str, Any], at: torch.Tensor | None = None
+) -> Predicted:
+    """`logits`, and what else the forward pass returned."""
     found, stages = _logits(model, inputs, at), record_of(model).stages
-    return found if stages is None or torch.is_grad_enabled() else stages.of_last(found)
+    if stages is None or torch.is_grad_enabled():
+        return found
+    return Predicted(stages.of_last(found.value), found.outputs)
 
 
-def _logits(model: nn.Module, inputs: Mapping[str, Any], at: torch.Tensor | None) -> torch.Tensor:
+def _logits(model: nn.Module, inputs: Mapping[str, Any], at: torch.Tensor | None) -> Predicted:
     if (head := record_of(model).head) is not None:
-        asked: torch.Tensor = head.ask(model, inputs, partial(Head.logits, at=at))[0]
+        asked, outputs = head.ask(model, inputs, partial(Head.logits, at=at))
         rows = inputs["input_ids"].shape
-        return asked.view(*rows, -1) if at is None else asked
+        return Predicted(asked.view(*rows, -1) if at is None else asked, outputs)
     if at is None:
-        return _logits_of(_with_logits(model, inputs))
+        outputs = _with_logits(model, inputs)
+        return Predicted(_logits_of(outputs), outputs)
     width = inputs["input_ids"].shape[1]
     rows, columns = at // width, at % width
     if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
-        kept = _logits_of(_with_logits(model, {**inputs, "logits_to_keep": columns}))
-        return kept[rows, torch.arange(len(at), device=at.device)]
-    return _logits_of(_with_logits(model, inputs))[rows, columns]
+        outputs = _with_logits(model, {**inputs, "logits_to_keep": columns})
+        columns = torch.arange(len(at), device=at.device)
+    else:
+        outputs = _with_logits(model, inputs)
+    return Predicted(_logits_of(outputs)[rows, columns], outputs)
 
 
 def _logits_of(outputs: Any) -> torch.Tensor:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from launcher.models.description import ModelDescription
     from launcher.models.head import Head
     from launcher.models.pipeline import StagedModel
+    from launcher.models.router_balance import RouterBalance
     from launcher.models.towers import Towers
 
 
@@ -46,6 +47,8 @@ class ModelRecord:
     """What computes attachments, if rows have some."""
     head: Head | None = None
     """It computes losses without full logits, or of a reward model the scores of all tokens."""
+    router_balance: RouterBalance | None = None
+    """The balance loss of its experts over global batches; None: it has none, or that of micro-batches."""
     stages: StagedModel | None = None
     """This rank's stages of a pipeline."""
 

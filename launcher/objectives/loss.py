@@ -11,7 +11,8 @@ from torch import nn
 from launcher.libraries.families import ROUTER_LOSS
 from launcher.models.head import computes_loss
 from launcher.models.micro_batch import MicroBatch
-from launcher.models.predictions import Predicted, cross_entropies, logits, of_head
+from launcher.models.predictions import Predicted, cross_entropies, of_head, predicted_logits
+from launcher.models.record import record_of
 
 if TYPE_CHECKING:
     from launcher.objectives.target_loss import TargetLoss
@@ -107,10 +108,9 @@ def target_losses(
         )
         return Predicted(found.value[:, 0], found.outputs)
     assert micro_batch.targets is not None
-    whole = logits(model, micro_batch.inputs, micro_batch.positions).float()
-    return Predicted(
-        target_loss.of_logits(whole, micro_batch.at_positions(micro_batch.targets)), None
-    )
+    found = predicted_logits(model, micro_batch.inputs, micro_batch.positions)
+    targets = micro_batch.at_positions(micro_batch.targets)
+    return Predicted(target_loss.of_logits(found.value.float(), targets), found.outputs)
 
 
 def add_router_loss(
@@ -134,25 +134,23 @@ def _router_loss(
     micro_batch: MicroBatch,
     count: torch.Tensor | int | None,
 ) -> torch.Tensor | None:
-    """Load-balancing loss of a mixture of experts, times its coefficient and the number of targets:
-    with one micro-batch, the mean over targets is what transformers adds to its loss.
+    """Load-balancing loss of a mixture of experts, times its coefficient, as a part of the sum that
+    the step divides; None if the model returns none.
 
-    Padding, by the micro-batch's `text_mask` or `attention_mask`, counts only in models without
-    `num_experts` and `num_experts_per_tok`.
+    With model.router_balance: global_batch it is that of `RouterBalance`. Else it is transformers' loss
+    of the micro-batch, times the number of targets: with one micro-batch, the mean over targets is what
+    transformers adds to its loss.
+
+    Padding, by the micro-batch's `text_mask` or `attention_mask`, does not count. In transformers' loss
+    it counts in models without `num_experts` and `num_experts_per_tok`.
     """
     text = micro_batch.text_mask
     text = micro_batch.inputs.get("attention_mask") if text is None else text
     auxiliary: torch.Tensor | None = getattr(found.outputs, "aux_loss", None)
     if auxiliary is None:
         return None
-    if text is not None and hasattr(model, "num_experts") and hasattr(model, "num_experts_per_tok"):
-        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
-
-        auxiliary = load_balancing_loss_func(
-            found.outputs.router_logits, model.num_experts, model.num_experts_per_tok, text
-        )
     config = model.config
-    coefficient = None
+    coefficient: float | None = None
     for place in (getattr(config, "text_config", None), config, model):
         for name in ROUTER_LOSS:
             coefficient = getattr(place, name, coefficient)
@@ -160,6 +158,14 @@ def _router_loss(
         raise ValueError(
             f"{type(model).__name__} returns an auxiliary loss and has no router_aux_loss_coef; "
             "train without it: output_router_logits: false in its config"
+        )
+    if (balance := record_of(model).router_balance) is not None:
+        return coefficient * balance.loss(found.outputs.router_logits, text)
+    if text is not None and hasattr(model, "num_experts") and hasattr(model, "num_experts_per_tok"):
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+        auxiliary = load_balancing_loss_func(
+            found.outputs.router_logits, model.num_experts, model.num_experts_per_tok, text
         )
     weight = micro_batch.counted.sum() if count is None else count
     result: torch.Tensor = coefficient * weight * auxiliary

@@ -132,6 +132,10 @@ class Model(Section):
     until the backward pass, which otherwise computes them again: 2 bytes x tokens x vocabulary in
     bfloat16, for a quarter of the head's products. The bits are the same. auto: true if by estimate
     15 % of the memory stay free. A loss of distillation computes them again."""
+    router_balance: Literal["global_batch", "micro_batch"] = "global_batch"
+    """With output_router_logits: true in the config of a mixture of experts, what its balance loss is
+    of. global_batch: of the step's tokens on all ranks, with the shares of the experts in the step
+    before. micro_batch: transformers' loss of each micro-batch on a rank, which depends on their size."""
     new_tokens: TextList | None = None
     """Tokens that the tokenizer and the model gain, such as `<tool_call>`; special ones are written
     `<|...|>`. Their rows of the embeddings start as the mean of the others; with lora, they are the

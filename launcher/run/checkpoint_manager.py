@@ -172,6 +172,8 @@ class CheckpointManager:
             torch.cuda.synchronize(self._ranks.device)
         load(path, self._tensors, group=self._group, every=self._held.every)
         self._training.loss_scale.restore(state["loss_scale"])
+        if (balance := self._training.router_balance) is not None:
+            balance.restore(state.get("router_shares"))  # earlier versions wrote none
         other_validation = self._restore_best(state, changes, own=start == Latest())
         if (state["ranks"], _own_sizes(before)) == (self._ranks.size, _own_sizes(now)):
             local = read_local(path, self._ranks.rank)
@@ -279,7 +281,7 @@ class CheckpointManager:
         if metric and value is not None and is_better(metric, value, best.get(metric)):
             best = {"step": step, metric: value}
         self._candidate = best
-        prompts = self._training.prompts
+        prompts, balance = self._training.prompts, self._training.router_balance
         state = {
             "step": step,
             "samples": position.samples,
@@ -293,6 +295,7 @@ class CheckpointManager:
             "weights": self._weights,
             "adapter": self._adapter,
             "loss_scale": self._training.loss_scale.state(),
+            "router_shares": None if balance is None else balance.state(),
             "observed": dict(observed),
             "stream": position.stream,
             "evaluation_due": not evaluated,

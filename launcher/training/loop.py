@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from launcher.data.loader import GlobalBatch
+from launcher.models.router_balance import RouterBalance
 from launcher.objectives.loss import Loss
 from launcher.optimizers.average import update_averages
 from launcher.optimizers.optimizer import LearningRate, LossScale
@@ -95,6 +96,7 @@ def train_steps(
     update: Update,
     averaged_over: int,
     counts: bool = True,
+    router_balance: RouterBalance | None = None,
     heartbeat: Callable[[str], None] = lambda phase: None,
     stop_reached: Callable[[], bool] = lambda: False,
 ) -> Iterator[Step]:
@@ -117,6 +119,8 @@ def train_steps(
         factor = averaged_over / weight.masked_fill(weight == 0, 1)
         if update.loss_scale.enabled:
             factor = factor * update.loss_scale.value
+        if router_balance is not None:
+            router_balance.begin(batch.statistics.read().tokens, weight)
         total = wrapped.accumulate(
             batch.micro_batches, loss, factor, heartbeat=heartbeat, stop_reached=stop_reached
         )
@@ -125,6 +129,8 @@ def train_steps(
             return
         heartbeat("optimizer")
         norm, skipped, rate = update.apply(wrapped, batch.step, weight)
+        if router_balance is not None:
+            router_balance.end(skipped)
         mean = total / weight if counts else torch.zeros_like(total)
         metrics = None
         if mean.ndim:

@@ -35,6 +35,7 @@ from launcher.models.flops import TokenFlops, recomputed_flops, token_flops
 from launcher.models.head import chunk_width, computes_loss
 from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.record import record_of, whole_model
+from launcher.models.router_balance import RouterBalance, router_balance
 from launcher.objectives.base import BeforeTraining, dataset_objective
 from launcher.objectives.kept_files import ReferenceFile, TeacherFile
 from launcher.optimizers.average import averages_in_place
@@ -127,9 +128,15 @@ class Training:
             ),
             averaged_over=self.ranks.computing_groups,
             counts=self.ranks.counts,
+            router_balance=self.router_balance,
             heartbeat=hooks.heartbeat,
             stop_reached=hooks.stop_reached,
         )
+
+    @property
+    def router_balance(self) -> RouterBalance | None:
+        """The balance loss of the experts over global batches; None: there is none."""
+        return record_of(self.wrapped.module).router_balance
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """A context for evaluations. With evaluation.ema, the averages of the weights take their
@@ -200,6 +207,8 @@ def assemble(
     heartbeat("strategy")
     wrapped = prepared.wrap(recipe, ranks)
     prepared.check_logits(wrapped, ranks)
+    if recipe.model.router_balance == "global_batch":
+        record_of(model).router_balance = router_balance(model, ranks)
     data = objective.with_initial_weights(data, wrapped, about)
     _seed_generators(recipe.run.seed + ranks.random_stream)
     prompts, tokenizer = None, tokenizer_name(recipe.data, recipe.model)

@@ -455,9 +455,12 @@ def compare_precisions_and_models(worker):
             **options,
         )
 
+    train("experts alone", STRATEGIES["ddp"], ranks=1, config=EXPERTS, compare=False)
     options = {"ranks": 2, "accumulation": 2, "compare": False}
     for strategy, overrides in STRATEGIES.items():
         train(f"experts {strategy}", overrides, config=EXPERTS, **options)
+    own = [*STRATEGIES["ddp"], "model.router_balance=micro_batch"]
+    train("experts, micro-batches", own, config=EXPERTS, **options)
     train(
         "experts without",
         STRATEGIES["ddp"],

@@ -32,8 +32,6 @@ _GPT_OSS = (
     + ", head_dim: 8, num_local_experts: 4, num_experts_per_tok: 2}"
 )
 _MIXTRAL = EXPERTS.replace("logits: true", "logits: false")
-AUXILIARY = "mixtral, auxiliary loss"
-"""Its loss depends on which rows a rank has, so that it is compared with four ranks without a division."""
 TIED, DEEP = "llama, 4 blocks, tied", "llama, 4 blocks"
 _DEEP = LLAMA.replace("layers: 2", "layers: 4")
 MODELS = {
@@ -58,7 +56,7 @@ MODELS = {
     "gpt_neox": WHOLE_HEADS.replace("llama", "gpt_neox"),
     "gpt2": GPT2.replace("0.1", "0.0"),
     "qwen3_moe": _QWEN3_MOE,
-    AUXILIARY: EXPERTS,
+    "mixtral, auxiliary loss": EXPERTS,
     "mixtral": _MIXTRAL,
     "mixtral, 6 experts": _MIXTRAL.replace("experts: 4", "experts: 6"),
     "deepseek_v3": _DEEPSEEK,
@@ -262,7 +260,7 @@ LAUNCHES = {
     "experts, 2": [
         *_EXPERTS[8:],
         ("mixtral", "experts 4"),
-        (AUXILIARY, "experts 2"),
+        *(("mixtral, auxiliary loss", f"{which} 2") for which in ("experts", "context")),
         ("mixtral, 6 experts", "experts 2"),
         ("deepseek_v3", "experts 2"),
         ("gpt_oss", "experts 2, not packed"),

@@ -321,6 +321,23 @@ def test_killed_and_stopped_run_on_divided_ranks_is_bit_identical(folder, layout
     assert_same_bits(run_dir, whole, steps=steps)
 
 
+def test_balance_of_experts_is_resumed_bit_for_bit(folder):
+    """The shares of the experts are in the checkpoint: those of the last step are in the loss of the
+    next one."""
+    routed = "output_router_logits: true, router_aux_loss_coef: 1.0, attention_dropout"
+    words = [QWEN3_MOE.replace("attention_dropout", routed), "strategy.expert_parallel_size=2"]
+    whole, run_dir = folder / "balance-whole", folder / "balance-stopped"
+    train(folder, whole, *words, "run.max_steps=8", recipe="dropout").check()
+    train(folder, run_dir, *words, "run.max_steps=4", recipe="dropout").check()
+    train(folder, run_dir, *words, "run.max_steps=8", recipe="dropout").check()
+    assert_same_bits(run_dir, whole, steps=8)
+    for number in (4, 8):
+        of_runs = (each / f"checkpoints/step_{number:08}/state.json" for each in (whole, run_dir))
+        first, second = (json.loads(file.read_text())["router_shares"] for file in of_runs)
+        assert first == second
+        assert sum(first) == pytest.approx(2)
+
+
 # Resuming with other numbers of ranks and strategies
 
 

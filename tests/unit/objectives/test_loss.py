@@ -1,9 +1,12 @@
 """Tests of the auxiliary loss of mixture-of-experts models, against the loss of transformers."""
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from launcher.models.micro_batch import IGNORED, MicroBatch
@@ -99,6 +102,16 @@ def test_micro_batches_are_weighted_by_target_count():
         reference = model(**part.inputs, attention_mask=real.long(), labels=labels, use_cache=False)
         expected = expected + reference.loss * count / total
     assert_same(actual, gradients(model, expected))
+
+
+def test_a_loss_of_logits_has_the_auxiliary_loss():
+    model = small_model("qwen3_moe")
+    ids = torch.randint(1, 64, (2, 12), generator=torch.Generator().manual_seed(1))
+    batch = MicroBatch({"input_ids": ids[:, :-1]}, ids[:, 1:])
+    own = SimpleNamespace(needs="logits", of_logits=partial(cross_entropy, reduction="none"))
+    expected = gradients(model, summed_loss(model, batch))
+    batch = replace(batch, positions=torch.arange(22))
+    assert_same(gradients(model, summed_loss(model, batch, own)), expected)
 
 
 def test_auxiliary_loss_without_coefficient_is_an_error():
