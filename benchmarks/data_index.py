@@ -18,7 +18,9 @@ import sys
 import tempfile
 import threading
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -55,7 +57,7 @@ def make_store(folder: Path, documents: int) -> None:
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
-def open_store(folder: Path, kind: str, split: float | None) -> None:
+def open_store(folder: Path, kind: Any, split: float | None) -> None:
     """Opens the data as a rank does, and prints what it took."""
     from launcher.data import opening
     from launcher.data.encoder import make_encoder
@@ -63,8 +65,14 @@ def open_store(folder: Path, kind: str, split: float | None) -> None:
     from launcher.objectives.next_token import NextToken
     from launcher.recipe import schema
 
-    options = {"kind": kind, "sequence_length": LENGTH, "packing": True, "validation_split": split}
-    data = schema.Data(train=("x",), tokenizer="bytes", **options)
+    data = schema.Data(
+        train=("x",),
+        tokenizer="bytes",
+        kind=kind,
+        sequence_length=LENGTH,
+        packing=True,
+        validation_split=split,
+    )
     before, peak, done = private(), 0, threading.Event()
 
     def watch() -> None:
@@ -75,13 +83,19 @@ def open_store(folder: Path, kind: str, split: float | None) -> None:
     threading.Thread(target=watch, daemon=True).start()
     started, cpu = time.monotonic(), time.process_time()
     store = _load(folder, [], make_encoder(kind, data, tokenizer="bytes"))
-    build = {"build": True} if hasattr(opening, "open_index") else {}
-    make = opening.make_dataset
-    options = {"objective": NextToken(), "tokenizer": "bytes", "model": ModelTraits(), **build}
-    opened = [make(store, data, **options)]
+    make = partial(
+        opening.make_dataset,
+        store,
+        data,
+        objective=NextToken(),
+        tokenizer="bytes",
+        model=ModelTraits(),
+        build=True,
+    )
+    opened = [make()]
     if split is not None:
-        opened.append(make(store, data, held_out=True, **options))
-    lengths = [dataset.lengths for dataset in opened]
+        opened.append(make(held_out=True))
+    lengths = [dataset.lengths or () for dataset in opened]
     cpu, seconds = time.process_time() - cpu, time.monotonic() - started
     held = private() - before
     for dataset in opened:

@@ -176,8 +176,9 @@ def main():
                     agent = os.getppid()
                     ranks_of_node = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
                     own = str(os.getpid())
-                    for pid in (*(pid for pid in ranks_of_node if pid != own), agent, own):
-                        os.kill(int(pid), signal.SIGKILL)
+                    others = [int(pid) for pid in ranks_of_node if pid != own]
+                    for pid in (*others, agent, os.getpid()):
+                        os.kill(pid, signal.SIGKILL)
                 if not lost and environment.local_rank == 1:
                     time.sleep(4)
                     os.abort()

@@ -82,8 +82,8 @@ def test_a_data_set_is_the_same_with_an_index(kind, packing, split, tmp_path, mo
             after = opened(data, held_out=held_out, build=False)
         assert isinstance(after.sequences, Stream if kind == "text" and packing else Sequences)
         for each in dataclasses.fields(before.sequences):
-            values = (getattr(of.sequences, each.name) for of in (before, after))
-            np.testing.assert_array_equal(*values, err_msg=each.name)
+            one, other = (getattr(of.sequences, each.name) for of in (before, after))
+            np.testing.assert_array_equal(one, other, err_msg=each.name)
         assert after.store.fingerprint == before.store.fingerprint
         assert list(after.lengths) == list(before.lengths)
         assert after.document_lengths.tolist() == before.document_lengths.tolist()
@@ -99,6 +99,10 @@ def test_a_data_set_is_the_same_with_an_index(kind, packing, split, tmp_path, mo
     assert len(indices(data)) == (1 if split is None else 2)
 
 
+def map_of(array):
+    return array._mmap
+
+
 @pytest.mark.parametrize("held_out", [False, True])
 def test_a_rank_holds_no_array(large, tmp_path, held_out):
     """A loader process that is not forked gets the names of the files, too."""
@@ -108,7 +112,7 @@ def test_a_rank_holds_no_array(large, tmp_path, held_out):
     arrays += index._values(dataset.store, np.ndarray).values()
     arrays += [] if held_out else [dataset.documents]
     assert len(arrays) == (8 if held_out else 9)
-    assert all(isinstance(each, MappedArray) and each._mmap is not None for each in arrays)
+    assert all(isinstance(each, MappedArray) and map_of(each) is not None for each in arrays)
     again = pickle.loads(pickle.dumps(dataset))
     for name in ("starts", "lengths", "bounds"):
         mapped = getattr(again.sequences, name)
