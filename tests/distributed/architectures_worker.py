@@ -208,7 +208,9 @@ class Worker:
         init_fn = partial(pretrained_weights, checkpoint=checkpoint, seed=5)
         return wrap(
             model,
-            Parts(blocks, [*(Unit((m,), called=False) for m in unused), *outer_units(model, blocks)]),
+            Parts(
+                blocks, [*(Unit((m,), called=False) for m in unused), *outer_units(model, blocks)]
+            ),
             strategy=strategy,
             checkpointing=checkpointing,
             ranks=self.ranks,

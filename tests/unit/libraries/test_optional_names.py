@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from launcher.distributed.rank_layout import RankLayout
+from launcher.distributed.units import Unit
 from launcher.libraries import private
 from launcher.strategies import ddp, fsdp
 
@@ -55,8 +56,9 @@ def wrapped_by_fsdp(ranks):
         sync_every_micro_batch=True,
     )
     embedding, *blocks = model
+    unit = Unit((embedding,), used_in_backward=False)
     return fsdp.Fsdp(
-        model, blocks, [embedding], policy=policy, ranks=ranks, init_fn=lambda *arguments: None
+        model, blocks, [unit], policy=policy, ranks=ranks, init_fn=lambda *arguments: None
     )
 
 
