@@ -163,9 +163,12 @@ class _Step:
         # The pixels, and the features among the embeddings
         self.activations += self.of_tower
         self.activations *= work.in_flight
-        if work.stage_blocks:  # what the next stage gets, and what is being received
-            kept = 0 if work.head else work.in_flight
-            self.activations += (kept + 2) * work.size * work.profile.hidden * work.tokens
+        if work.stage_blocks:
+            # What the next stage gets; what this stage got, if it is not counted as the input of a block;
+            # and what is being received
+            kept = (not work.head) + (work.stage > 0 and work.activations_to_host)
+            buffers = kept * work.in_flight + 2
+            self.activations += buffers * work.size * work.profile.hidden * work.tokens
 
     def _set_weights(self) -> None:
         """Unsharded or cast weights: in the forward pass, after it, and in the backward pass."""
