@@ -141,6 +141,7 @@ def test_best_fit_gives_each_piece_the_place_that_it_had_one_by_one(sizes, more)
     assert fitted.lengths.tolist() == [sizes[piece] for content in expected for piece in content]
 
 
+@pytest.mark.slow
 @settings(few, max_examples=1000)
 @given(
     lengths=some.lists(some.one_of(some.just(1), some.integers(1, 30)), min_size=1, max_size=60),
