@@ -16,7 +16,7 @@ from launcher.reliability.json_files import read_jsonl
 from tests import REPOSITORY
 from tests.distributed.launching import forked
 
-RANKS = int(os.environ.get("SCALE_RANKS", "96"))
+RANKS = int(os.environ.get("SCALE_RANKS", "72"))
 NODE = 8
 RECIPE = """\
 run: {name: scale, max_steps: 2, dir: run, hang_timeout: 600, init_timeout: 900}
