@@ -34,7 +34,6 @@ from launcher.distributed.environment import (
     read_environment,
     set_compile_cache,
     too_few_open_files,
-    use_cached_files,
 )
 from launcher.distributed.spawn import end_process
 from launcher.errors import (
@@ -51,6 +50,7 @@ from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.reliability.run_directory import RunFolder
 from launcher.reliability.signals import StartGuard, StopRequest, report_kill
+from launcher.sources.hub import work_offline
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,7 +95,7 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
     prepare_cuda(deterministic=loaded.recipe.run.deterministic)
     prepare_nccl(run.log, hang_timeout=loaded.recipe.run.hang_timeout)
     if environment.local_rank != 0 and not _fetches_itself(loaded.recipe):
-        use_cached_files()
+        work_offline()  # the first rank of the node fetches what is missing
     set_compile_cache(cache_folder(loaded.recipe.data.cache), environment)
     # torch's import creates a million objects that stay alive. Searching them for garbage again and
     # again takes a tenth of the start; frozen, they are never searched.

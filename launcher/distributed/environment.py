@@ -193,12 +193,6 @@ def prepare_nccl(
         variables.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(log.absolute() / "flight_recorder_"))
 
 
-def use_cached_files(variables: MutableMapping[str, str] = os.environ) -> None:
-    """Lets the libraries of the hub make no requests, on ranks whose files another rank of the node has
-    fetched. Must be called before they are imported."""
-    variables.setdefault("HF_HUB_OFFLINE", "1")
-
-
 FILES_OF_RANK = 4
 """Connections of each rank to the process that hosts the ranks' store: two to the store, one of NCCL's
 monitor, and one of gloo to rank 0."""

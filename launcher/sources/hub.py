@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,17 @@ NAMED_TEMPLATES = "additional_chat_templates"
 """Folder of a tokenizer's named chat templates."""
 _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors"]
 """Without files that hold the same weights in another format."""
+
+
+def work_offline() -> None:
+    """Lets this process and its children make no requests to the hub, unless the user has set
+    HF_HUB_OFFLINE: what they need is in the cache."""
+    if "HF_HUB_OFFLINE" in os.environ:
+        return
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    # The library reads the variable when it is imported, which a recipe with a hub id may have done
+    if (library := sys.modules.get("huggingface_hub")) is not None:
+        library.constants.HF_HUB_OFFLINE = True
 
 
 def _not_fetched(what: str, error: Exception) -> RecipeError:

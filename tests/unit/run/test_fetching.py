@@ -1,16 +1,18 @@
 """Which ranks ask the hub."""
 
+import os
 from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 
-from launcher.distributed.environment import use_cached_files
 from launcher.errors import RecipeError
 from launcher.planner.sizes import open_stores, untokenized
 from launcher.recipe.derived import hub_models
 from launcher.recipe.load import load_recipe
 from launcher.run import fetching
 from launcher.run.fetching import fetch_in_turn, refuse_to_tokenize
+from launcher.sources.hub import work_offline
 
 ON_HUB = [
     "recipe=fsdp",
@@ -99,8 +101,13 @@ def test_what_is_not_tokenized_is_counted(tmp_path, monkeypatch):
     assert untokenized(recipe) == 0
 
 
-def test_the_user_may_let_all_ranks_ask():
-    use_cached_files(variables := {})
-    assert variables == {"HF_HUB_OFFLINE": "1"}
-    use_cached_files(variables := {"HF_HUB_OFFLINE": "0"})
-    assert variables == {"HF_HUB_OFFLINE": "0"}
+def test_the_user_may_let_all_ranks_ask(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    work_offline()
+    assert os.environ["HF_HUB_OFFLINE"] == "0"
+    assert not huggingface_hub.constants.HF_HUB_OFFLINE
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    work_offline()
+    assert os.environ.pop("HF_HUB_OFFLINE") == "1"
+    assert huggingface_hub.constants.HF_HUB_OFFLINE, "the recipe may have imported the library"
