@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 from launcher.cli.app import CheckedGpus, CheckedNodes, Overrides, make_parent_of_file, option
-from launcher.cli.prepare import DataFiles, data_sets
 from launcher.console import configure_logging
 from launcher.errors import EXIT_DONE, RecipeError, suggestion
+from launcher.recipe.data_sets import DataFiles, data_sets
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Data
 

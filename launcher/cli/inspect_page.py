@@ -21,7 +21,6 @@ from rich.rule import Rule
 from rich.style import Style
 from rich.text import Text
 
-from launcher.cli.prepare import DataFiles
 from launcher.cli.tables import make_table, plain
 from launcher.data.batching import make_batch_sampler, mixture_weights
 from launcher.data.dataset import MixtureDataset, SequenceDataset
@@ -35,6 +34,7 @@ from launcher.models.micro_batch import IGNORED
 from launcher.objectives.base import count_attachments, dataset_objective
 from launcher.objectives.make import make_objective
 from launcher.planner.sizes import traits_from_recipe
+from launcher.recipe.data_sets import DataFiles
 from launcher.recipe.schema import Batch, Recipe
 from launcher.sources.layouts import ATTACHMENTS
 from launcher.training.model import width_multiple

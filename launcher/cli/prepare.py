@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from launcher.cli.app import CheckedGpus, CheckedNodes, Overrides
 from launcher.console import bytes_as_text, configure_logging
 from launcher.errors import EXIT_DONE
+from launcher.recipe.data_sets import DataFiles, data_sets, named_models, opened_together
 from launcher.recipe.derived import open_sizes
 from launcher.recipe.load import load_recipe
-from launcher.recipe.schema import Data, Recipe
+from launcher.recipe.schema import Recipe
 from launcher.sources.hub import is_hub_id, model_folder
 
 
@@ -34,21 +33,19 @@ def prepare(overrides: Overrides, gpus: CheckedGpus = None, nodes: CheckedNodes 
         raise
 
 
+_WHAT = {"model.path": "model", "distillation.teacher": "teacher", "data.tokenizer": "tokenizer"}
+
+
 def _fetch(recipe: Recipe) -> int:
-    model, data = recipe.model, recipe.data
-    if model.path is not None:
-        folder = model_folder(model.path, key="model.path", weights=model.init != "random")
-        _print(f"model      {model.path}: {folder} ({_size(folder)})")
-    if (distillation := recipe.distillation) is not None:
-        folder = model_folder(distillation.teacher, key="distillation.teacher")
-        _print(f"teacher    {distillation.teacher}: {folder} ({_size(folder)})")
+    data = recipe.data
+    for key, name, weights in named_models(recipe):
+        folder = model_folder(name, key=key, weights=weights)
+        size = f" ({_size(folder)})" if weights else ""
+        _print(f"{_WHAT[key]:<10} {name}: {folder}{size}")
     if data.builder is not None:
         hint = "if it fetches something, start it once on this machine"
         _print(f"data       {data.builder} provides the data; {hint}")
         return EXIT_DONE
-    if data.tokenizer not in (None, "bytes"):
-        folder = model_folder(str(data.tokenizer), key="data.tokenizer", weights=False)
-        _print(f"tokenizer  {data.tokenizer}: {folder}")
     offline, large = True, False
     for files in data_sets(data):
         if data.streaming and not files.validation:
@@ -103,14 +100,13 @@ def _pack(recipe: Recipe) -> None:
     from launcher.objectives.make import make_objective
     from launcher.planner.sizes import traits_from_recipe
 
-    data, train, validation = recipe.data, recipe.data.train, recipe.data.validation
-    if open_sizes(recipe) or data.streaming or train is None:
+    data = recipe.data
+    if open_sizes(recipe) or data.streaming:
         return
-    sets = validation if isinstance(validation, dict) else {"": validation or ()}
-    found = [(train, False, False), *((files, True, False) for files in sets.values() if files)]
-    if data.validation_split:
-        found.append((train, False, True))
-    for files, is_validation, held_out in found:
+    sets = [(files, is_validation, False) for files, is_validation in opened_together(data)]
+    if data.validation_split and data.train is not None:
+        sets.append((data.train, False, True))
+    for files, is_validation, held_out in sets:
         dataset = open_dataset(
             data,
             files,
@@ -122,30 +118,6 @@ def _pack(recipe: Recipe) -> None:
             held_out=held_out,
         )
         _print(f"packed     {len(dataset):,} samples")
-
-
-class DataFiles(NamedTuple):
-    """A set in data.train or data.validation."""
-
-    key: str
-    """The key of the set, such as `data.train.web`."""
-    data: Data
-    """The settings of this set."""
-    patterns: tuple[str, ...]
-    validation: bool
-    held_out: bool = False
-    """The documents of training data that are held out (data.validation_split)."""
-
-
-def data_sets(data: Data) -> Iterator[DataFiles]:
-    """The sets of a recipe, training sets first."""
-    for name, source in data.sources().items():
-        if isinstance(source.train, tuple):
-            yield DataFiles(f"data.train.{name}".removesuffix("."), source, source.train, False)
-    sets = data.validation
-    for name, files in (sets if isinstance(sets, dict) else {"": sets}).items():
-        if files is not None:
-            yield DataFiles(f"data.validation.{name}".removesuffix("."), data, files, True)
 
 
 def _print(line: str) -> None:

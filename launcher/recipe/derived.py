@@ -18,7 +18,7 @@ from launcher.recipe.rules import excluded_by
 from launcher.recipe.schema import Recipe
 from launcher.recipe.section import AutoFloat, AutoInt
 from launcher.recipe.yaml_text import flow_yaml
-from launcher.sources.hub import is_model_id, model_config
+from launcher.sources.hub import model_config
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,6 @@ class Derived:
     def __str__(self) -> str:
         """`false, because lora.quantize excludes it`."""
         return f"{flow_yaml(self.value)}, {self.reason}"
-
-
-def hub_models(recipe: Recipe) -> list[tuple[str, str, bool]]:
-    """The models that a recipe names by a hub id: the key, the name, and whether weights are needed."""
-    named = [("model.path", recipe.model.path, recipe.model.init != "random")]
-    if recipe.data.tokenizer != "bytes":
-        named.append(("data.tokenizer", recipe.data.tokenizer, False))
-    if recipe.distillation is not None:
-        named.append(("distillation.teacher", recipe.distillation.teacher, True))
-    return [(key, name, weights) for key, name, weights in named if name and is_model_id(name)]
 
 
 Choices = dict[str, Derived]

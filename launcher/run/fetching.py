@@ -4,16 +4,16 @@ others, and on several nodes tokenized data. A thousand ranks that ask the hub a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from launcher.console import bytes_as_text
 from launcher.distributed.environment import cache_folder
 from launcher.distributed.process_group import from_rank_0, gather
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
-from launcher.recipe.derived import hub_models
-from launcher.recipe.schema import Data, Recipe
-from launcher.sources.hub import is_hub_id, load_data_set, model_folder
+from launcher.recipe.data_sets import data_sets, named_models
+from launcher.recipe.schema import Recipe
+from launcher.sources.hub import is_hub_id, is_model_id, load_data_set, model_folder
 
 MOST_BYTES = 10 * 2**30
 """Training files on which several nodes may wait for one to tokenize them: minutes."""
@@ -59,19 +59,10 @@ def refuse_to_tokenize(
 
 
 def _fetch(recipe: Recipe) -> None:
-    for key, name, weights in hub_models(recipe):
-        model_folder(name, key=key, weights=weights)
-    for pattern, validation in _data_sets(recipe.data):
-        load_data_set(pattern, validation=validation)
-
-
-def _data_sets(data: Data) -> Iterator[tuple[str, bool]]:
-    """The data sets of the hub that are not streamed, and whether they are for validation."""
-    sets = data.validation if isinstance(data.validation, dict) else {"": data.validation or ()}
-    sources = () if data.streaming else data.sources().values()
-    train = [each.train for each in sources if isinstance(each.train, tuple)]
-    for patterns, validation in (
-        *((files, False) for files in train),
-        *((files, True) for files in sets.values()),
-    ):
-        yield from ((pattern, validation) for pattern in patterns if is_hub_id(pattern))
+    for key, name, weights in named_models(recipe):
+        if is_model_id(name):
+            model_folder(name, key=key, weights=weights)
+    for files in data_sets(recipe.data):
+        if files.validation or not recipe.data.streaming:
+            for pattern in filter(is_hub_id, files.patterns):
+                load_data_set(pattern, validation=files.validation)

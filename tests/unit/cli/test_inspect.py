@@ -15,7 +15,6 @@ from launcher.checkpoint.files import commit, scratch_folder
 from launcher.cli.inspect_own import describe, picture_of
 from launcher.cli.inspect_page import _open, bins, load_decoder, spans
 from launcher.cli.main import run
-from launcher.cli.prepare import data_sets
 from launcher.cli.rows import positions_of
 from launcher.data.batching import SampleOrder
 from launcher.data.packing import pack
@@ -24,6 +23,7 @@ from launcher.data.tokenizer import hugging_face_byte_tokenizer
 from launcher.errors import RecipeError
 from launcher.files import write_file
 from launcher.models.micro_batch import IGNORED
+from launcher.recipe.data_sets import data_sets
 from launcher.recipe.load import load_recipe
 from tests.datasets import dataset_of
 from tests.distributed import vision

@@ -8,7 +8,7 @@ import pytest
 
 from launcher.errors import RecipeError
 from launcher.planner.sizes import open_stores, untokenized
-from launcher.recipe.derived import hub_models
+from launcher.recipe.data_sets import named_models
 from launcher.recipe.load import load_recipe
 from launcher.run import fetching
 from launcher.run.fetching import fetch_in_turn, refuse_to_tokenize
@@ -71,7 +71,7 @@ def test_streamed_data_and_local_folders_are_not_fetched(recipe, asked, tmp_path
     )
     fetch_in_turn(local.recipe, SimpleNamespace(rank=0, group=[]), first_of_node=True)
     assert asked.found == []
-    assert hub_models(recipe)[0] == ("model.path", "me/model@v1", True)
+    assert next(named_models(recipe)) == ("model.path", "me/model@v1", True)
 
 
 @pytest.mark.parametrize(
