@@ -95,8 +95,8 @@ class _Received:
     def is_completed(self) -> bool:
         return True
 
-    def wait(self) -> None:
-        pass
+    def wait(self) -> bool:
+        return True
 
 
 def traced_wrappers(tracker: Tracker, *, device: str) -> Wrappers:

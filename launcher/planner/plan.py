@@ -70,7 +70,7 @@ def make_plan(recipe: Recipe, machine: Machine, *, stages: bool = True) -> Plan:
     notes = (*estimated.notes, *_experts_note(work, machine))
     notes += (*_teacher_note(recipe, machine),)
     if work.pipeline and not stages:
-        note = "estimated, good to some 40 %: the stages of the pipeline were not traced"
+        note = "estimated, good to some 25 %: the stages of the pipeline were not traced"
         return dataclasses.replace(estimated, notes=(note, *notes))
     try:
         steps = [_traced(each, recipe, machine) for each in work.pipeline or [work]]

@@ -158,10 +158,10 @@ class Fsdp(WrappedModel):
             # does the root (None), to which its weights belong if it is no unit of its own
             reshards = reshard and not unit.ends_forward
             fully_shard(modules, reshard_after_forward=reshards, **policies)
-            first = modules[0]
-            assert isinstance(first, FSDPModule)
             if not unit.used_in_backward:
-                if sum(len([*module.parameters()]) for module in modules) == 1:
+                (first,) = modules
+                assert isinstance(first, FSDPModule)
+                if len([*first.parameters()]) == 1:
                     # The gradient of a table does not depend on it; that of a norm inside (Inkling) does
                     first.set_unshard_in_backward(False)
                 # By default FSDP would gather the unit that ran before the embedding: the head, if

@@ -196,14 +196,16 @@ class Pipeline(Schedule):
     """The passes of the stages of a rank, of a model that another strategy shards over the ranks with the
     same blocks."""
 
-    def __init__(self, wrapped: WrappedModel, staged: StagedModel, *, schedule: str) -> None:
-        """Becomes the schedule of the wrapped model, and adds the group of the stages to those of its
-        norm. schedule: `strategy.pipeline_schedule`."""
+    def __init__(self, staged: StagedModel, *, schedule: str) -> None:
+        """schedule: `strategy.pipeline_schedule`."""
         self.staged, self._name = staged, schedule
+
+    def attach(self, wrapped: WrappedModel) -> None:
+        """Makes this the schedule of a wrapped model, whose norm then includes all stages."""
         wrapped.schedule = self
-        wrapped.norm_groups.append(NormGroup(staged.links.group, lacking=True))
-        if 0 not in staged.own:
-            wrapped.counted_elsewhere = frozenset(staged.tied_weights)
+        wrapped.norm_groups.append(NormGroup(self.staged.links.group, lacking=True))
+        if 0 not in self.staged.own:
+            wrapped.counted_elsewhere = frozenset(self.staged.tied_weights)
 
     def description(self) -> str:
         blocks = " and ".join(

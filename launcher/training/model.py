@@ -160,7 +160,8 @@ class PreparedModel:
             wrappers=wrappers,
         )
         if divided.stages is not None:
-            Pipeline(wrapped, divided.stages, schedule=recipe.strategy.pipeline_schedule)
+            schedule = recipe.strategy.pipeline_schedule
+            Pipeline(divided.stages, schedule=schedule).attach(wrapped)
         return wrapped
 
     def _kept(self, recipe: Recipe, ranks: RankLayout, *, one_rank: bool) -> dict[str, Kept] | None:
