@@ -33,8 +33,8 @@ from launcher.distributed.environment import (
     provide_caches,
     read_environment,
     set_compile_cache,
-    too_few_open_files,
 )
+from launcher.distributed.open_files import too_few_open_files
 from launcher.distributed.spawn import end_process
 from launcher.errors import (
     EXIT_DONE,

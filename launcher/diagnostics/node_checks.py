@@ -18,7 +18,7 @@ from launcher.diagnostics import gpus
 from launcher.diagnostics.findings import Finding, Versions
 from launcher.diagnostics.gpus import GIB
 from launcher.distributed import host_memory
-from launcher.distributed.environment import (
+from launcher.distributed.open_files import (
     FILES_OF_RANK,
     open_files_needed,
     too_few_open_files,
@@ -80,10 +80,9 @@ def _open_files(ranks: int) -> Finding:
     """The limit of open files. The launcher raises the soft limit of its processes to the hard one."""
     if (problem := too_few_open_files(ranks)) is not None:
         return Finding("open files", "bad", problem)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if resource.RLIM_INFINITY in (soft, hard):
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most == resource.RLIM_INFINITY:
         return Finding("open files", "good", "no limit")
-    most = max(soft, hard)
     text = f"a process may have {most:,} open (ulimit -Hn)"
     if most < _FEW_FILES:
         return Finding("open files", "warning", f"{text}; 65,536 is usual")

@@ -22,10 +22,10 @@ from launcher.distributed import host_memory
 from launcher.distributed.environment import (
     REPORT_SECONDS,
     Environment,
-    allow_open_files,
     user_sets_threads,
 )
 from launcher.distributed.network import interface_to
+from launcher.distributed.open_files import allow_open_files
 from launcher.distributed.rank_layout import RankLayout
 from launcher.distributed.torchrun import LOOPBACK, listen, store_address
 from launcher.errors import TrainingError

@@ -188,7 +188,7 @@ def test_host_memory_cores_and_limits_are_checked(monkeypatch, probe, answer, st
     monkeypatch.setattr(host_memory, "available", lambda: answers["available"])
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(answers["cores"]))
     monkeypatch.setattr(node_checks, "free_bytes", lambda folder: answers["free"])
-    monkeypatch.setattr(resource, "getrlimit", lambda limit: (limits[limit], 0))
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (limits[limit], limits[limit]))
     monkeypatch.setattr(Path, "is_dir", lambda path: True)  # /sys/class/infiniband
     findings = list(host_findings(ranks=8))
     not_good = [finding for finding in findings if finding.state != "good"] or findings

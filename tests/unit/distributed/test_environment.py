@@ -20,15 +20,14 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from launcher.distributed import environment, process_group
 from launcher.distributed.environment import (
     Environment,
-    allow_open_files,
     cache_folder,
     prepare_cuda,
     prepare_nccl,
     prepare_openmp,
     provide_caches,
     read_environment,
-    too_few_open_files,
 )
+from launcher.distributed.open_files import allow_open_files, too_few_open_files
 from launcher.errors import EXIT_USAGE, RecipeError
 
 RENDEZVOUS = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
