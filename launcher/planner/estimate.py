@@ -76,7 +76,9 @@ class _Step:
         *self.blocks, embedding, self.root = work.gathered
         # Without an embedding of its own, FSDP reduces the root last and keeps it unsharded
         self.last = embedding if embedding.count else self.root
-        if self.blocks and not embedding.count and work.outer_units:  # another stage has it
+        place = work.pipeline_rank
+        if self.blocks and place is not None and place.outer_units and place.number > 0:
+            # Another rank has the embedding, which is a unit
             self.last = self.blocks[0]
         self._set_states()
         self._set_activations()
@@ -163,10 +165,10 @@ class _Step:
         # The pixels, and the features among the embeddings
         self.activations += self.of_tower
         self.activations *= work.in_flight
-        if work.stage_blocks:
+        if (place := work.pipeline_rank) is not None:
             # What the next stage gets; what this stage got, if it is not counted as the input of a block;
             # and what is being received
-            kept = (not work.head) + (work.stage > 0 and work.activations_to_host)
+            kept = (not place.last) + (place.number > 0 and work.activations_to_host)
             buffers = kept * work.in_flight + 2
             self.activations += buffers * work.size * work.profile.hidden * work.tokens
 
@@ -220,7 +222,7 @@ class _Step:
             before, flight = self.shard, self.old_averages + work.reduce * self.last.trained
         parts = {"gradients": before, "activations": self.activations, "communication": flight}
         yield self._at("forward", gathered=self.forward, logits=self.loss, **parts)
-        if work.stage_blocks and flight and not self.keeps:
+        if work.pipeline_rank is not None and flight and not self.keeps:
             # A forward pass follows the backward pass of another micro-batch, whose last reduction is
             # not freed yet, and gathers its first blocks
             block = max(self.blocks, key=lambda block: block.count).unsharded(work.size)

@@ -88,9 +88,11 @@ def make_plan(recipe: Recipe, machine: Machine, *, stages: bool = True) -> Plan:
 
 def _traced(work: Work, recipe: Recipe, machine: Machine) -> StepMemory:
     """The trace of a rank with this work. recipe: of all ranks."""
-    key = _key(recipe, machine, work.stage)
+    place = work.pipeline_rank
+    number = None if place is None else place.number
+    key = _key(recipe, machine, number)
     if key not in _STEPS:
-        _STEPS[key] = _trace(recipe, machine, work.stage)
+        _STEPS[key] = _trace(recipe, machine, number)
     step = _STEPS[key]
     if not recipe.model.compiles:
         return step
@@ -99,7 +101,8 @@ def _traced(work: Work, recipe: Recipe, machine: Machine) -> StepMemory:
     less = [0 if again else round(block.eager - block.kept) for block, again in both]
     original = original_model(with_random_weights(recipe), device=machine.device)
     names = [*original.description.blocks]
-    names = [names[index] for index in work.stage_blocks] or names
+    if place is not None:
+        names = [names[index] for index in place.blocks]
     return with_compiled_blocks(
         step, less, [*original.tower, *names], others=max(0, work.in_flight - 1)
     )
@@ -136,16 +139,15 @@ def _start_worker(parent: int) -> None:
     torch.set_num_threads(1)
 
 
-def _key(recipe: Recipe, machine: Machine, stage: int = 0) -> str:
+def _key(recipe: Recipe, machine: Machine, stage: int | None = None) -> str:
     return cache_key(with_random_weights(recipe), machine.ranks, machine.device, stage)
 
 
-def _trace(recipe: Recipe, machine: Machine, stage: int = 0) -> StepMemory:
-    """stage: the number of the rank along the stages of a pipeline."""
-    ranks, device, strategy = machine.ranks, machine.device, recipe.strategy
-    count, staged = micro_batches_of(recipe, ranks=ranks), strategy.pipeline_parallel_size > 1
-    number = stage if staged else None
-    return trace_step(recipe, ranks=ranks, device=device, micro_batches=count, stage=number)
+def _trace(recipe: Recipe, machine: Machine, stage: int | None = None) -> StepMemory:
+    """stage: see `trace_step`."""
+    ranks, device = machine.ranks, machine.device
+    count = micro_batches_of(recipe, ranks=ranks)
+    return trace_step(recipe, ranks=ranks, device=device, micro_batches=count, stage=stage)
 
 
 def estimated_plan(work: Work, machine: Machine) -> Plan:
@@ -281,7 +283,7 @@ def _teacher_note(recipe: Recipe, machine: Machine) -> Iterator[str]:
 
 def _stages_note(work: Work, plans: Sequence[Plan]) -> str:
     """A note on the memory of the stages of a pipeline."""
-    blocks = [len(stage.stage_blocks) for stage in work.pipeline]
+    blocks = [len(stage.profile.block_classes) for stage in work.pipeline]
     both = [
         f"{bytes_as_text(p.needed)} with {n} blocks" for p, n in zip(plans, blocks, strict=True)
     ]

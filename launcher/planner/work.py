@@ -106,6 +106,22 @@ class BlockCost:
     dequantization counts, too."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PipelineRank:
+    """What a rank of a pipeline has."""
+
+    number: int
+    """Its number along the stages."""
+    blocks: Sequence[int]
+    """The numbers of its blocks."""
+    in_flight: float
+    """Micro-batches whose activations it holds at once, in activations of all its blocks."""
+    last: bool
+    """Whether it has what comes after the blocks."""
+    outer_units: bool
+    """Whether the embedding and the head, of whichever rank, are units of FSDP."""
+
+
 class Work:
     """Numbers of micro-batches, shards and reductions, and sizes in bytes, of one rank."""
 
@@ -115,21 +131,14 @@ class Work:
         recipe: Recipe,
         *,
         ranks: int,
-        in_flight: float = 1,
-        head: bool = True,
-        stage: int = 0,
-        stage_blocks: Sequence[int] = (),
-        outer_units: bool | None = None,
+        pipeline_rank: PipelineRank | None = None,
     ) -> None:
-        """The recipe may differ from the profiled one in strategy, checkpointing and batch. in_flight:
-        the micro-batches whose activations a rank of a pipeline holds at once. head: whether it has
-        what comes after the blocks. stage, stage_blocks: its number along the stages, and those of its
-        blocks. outer_units: whether embedding and head are units of FSDP; None: if the profile has an
-        embedding."""
-        self.outer_units = bool(profile.embedding.count) if outer_units is None else outer_units
-        self.stage, self.stage_blocks = stage, stage_blocks
+        """The recipe may differ from the profiled one in strategy, checkpointing and batch.
+        pipeline_rank: None: the profile is of a whole model."""
+        self.pipeline_rank = pipeline_rank
+        self.in_flight = 1.0 if pipeline_rank is None else pipeline_rank.in_flight
+        self.head = pipeline_rank is None or pipeline_rank.last
         self.profile, self.recipe, self.ranks = profile, recipe, ranks
-        self.in_flight, self.head = in_flight, head
         self.strategy = strategy = recipe.strategy
         self.one_rank = recipe.uses_one_rank(ranks)
         self.ddp = strategy.kind == "ddp" and not self.one_rank
@@ -210,10 +219,8 @@ class Work:
         if size == 1 or self.ddp:
             return []
         count = size * self.chunks
-        stages, found = (
-            stages_of_profile(self.profile, count, strategy.pipeline_blocks),
-            list[Work](),
-        )
+        stages = stages_of_profile(self.profile, count, strategy.pipeline_blocks)
+        found = list[Work]()
         seen = set[tuple[object, ...]]()
         for rank in range(size):
             blocks = [*itertools.chain(*stages[rank::size])]
@@ -234,17 +241,14 @@ class Work:
             self.strategy, pipeline_parallel_size=1, pipeline_schedule="1f1b", pipeline_blocks=None
         )
         recipe = dataclasses.replace(self.recipe, strategy=alone)
-        in_flight = passes_in_flight(passes) / chunks
-        return Work(
-            part,
-            recipe,
-            ranks=self.ranks // size,
-            in_flight=in_flight,
-            head=last,
-            stage=rank,
-            stage_blocks=blocks,
-            outer_units=self.outer_units,
+        place = PipelineRank(
+            number=rank,
+            blocks=blocks,
+            in_flight=passes_in_flight(passes) / chunks,
+            last=last,
+            outer_units=bool(self.profile.embedding.count),
         )
+        return Work(part, recipe, ranks=self.ranks // size, pipeline_rank=place)
 
     @property
     def chunks(self) -> int:
