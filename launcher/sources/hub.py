@@ -52,7 +52,7 @@ _MODEL_FILES = [*_TOKENIZER_FILES, "*.safetensors"]
 def work_offline() -> None:
     """Lets this process and its children make no requests to the hub, unless the user has set
     HF_HUB_OFFLINE: what they need is in the cache."""
-    if "HF_HUB_OFFLINE" in os.environ:
+    if os.environ.get("HF_HUB_OFFLINE"):
         return
     os.environ["HF_HUB_OFFLINE"] = "1"
     # The library reads the variable when it is imported, which a recipe with a hub id may have done

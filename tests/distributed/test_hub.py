@@ -22,7 +22,9 @@ def test_one_rank_of_a_node_asks_the_hub(tmp_path):
     words += ["batch.global_batch_size=2", "batch.micro_batch_size=1", "run.device=cpu"]
     words += [f"run.dir={tmp_path}/run", "evaluation.every_steps=null"]
     with hub(tmp_path / "model", "me/tiny") as (address, asked):
-        variables = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home")}
+        # Other tests set it for their process
+        variables = {"HF_HUB_OFFLINE": "", "HF_ENDPOINT": address}
+        variables |= {"HF_HOME": str(tmp_path / "home")}
         torchrun(REPOSITORY / "launcher/train.py", *words, ranks=2, **variables).check()
     fetched = [path for path in asked if path.startswith("GET") and path.endswith(".safetensors")]
     assert len(fetched) == 1
