@@ -18,6 +18,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import shutil
 import time
 import uuid
@@ -700,8 +701,10 @@ def _tokenize(
     except RuntimeError as error:
         if "exited unexpectedly" not in str(error):
             raise
+        by = re.search(r"by signal: ([^.]*)", str(error.__cause__ or error.__context__))
+        what = "a tokenization process was killed" + (f" ({by[1]})" if by else "")
         hint = "perhaps for lack of memory; lower data.processes"
-        raise TrainingError(f"a tokenization process was killed, {hint}") from None
+        raise TrainingError(f"{what}, {hint}") from None
 
 
 def _tasks(parts: list[SourcePart], limit: int | None) -> list[list[SourcePart]]:

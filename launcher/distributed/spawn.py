@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import multiprocessing
 import os
@@ -36,6 +37,9 @@ TORCHRUN = (sys.executable, "-c", _QUIET_TORCHRUN, "--standalone")
 _SHUTDOWN_SECONDS = 45
 """torchrun gives its ranks 30 seconds to end."""
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)  # here: a forked process should load nothing
+# A forked process must not collect its parent's garbage. A process group in a reference cycle would
+# join its threads, which a fork does not copy (gloo in torch 2.13: a segmentation fault)
+os.register_at_fork(after_in_child=gc.freeze)
 kernel_exit = os._exit
 """`os._exit`. A rank replaces it, to notice when other code calls it: `reliability/failures.py`."""
 

@@ -4,6 +4,7 @@ import errno
 import gzip
 import json
 import os
+import signal
 import pickle
 import re
 import shutil
@@ -198,6 +199,9 @@ def test_errors_in_tokenization_processes_are_reported(
     killed = r"a tokenization process was killed, .*; lower data.processes"
     with pytest.raises(TrainingError, match=killed):
         open_files(write(file, ["x"] * 60), processes=2)
+    monkeypatch.setattr(token_store, "store_rows", lambda *arguments: signal.raise_signal(11))
+    with pytest.raises(TrainingError, match=r"was killed \(Segmentation fault\), "):
+        open_files(file, processes=2)
     assert store_names(cache) == []
 
 

@@ -1,5 +1,6 @@
 """torchrun of `run_ranks`."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -11,6 +12,34 @@ import pytest
 from launcher.distributed.processes import process_start
 from launcher.distributed.spawn import TORCHRUN
 from tests import REPOSITORY
+
+
+class _OfParent:
+    def __init__(self, file):
+        self.file, self.itself = file, self
+
+    def __del__(self):
+        self.file.write_text(str(os.getpid()))
+
+
+def test_a_forked_process_does_not_collect_the_garbage_of_its_parent(tmp_path):
+    """A process group of gloo in a reference cycle joined threads that were not copied: a loader
+    process ended with a segmentation fault."""
+    file, enabled = tmp_path / "process", gc.isenabled()
+    gc.disable()
+    try:
+        _OfParent(file)
+        child = os.fork()
+        if child == 0:
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not file.exists()
+        gc.collect()
+        assert file.read_text() == str(os.getpid())
+    finally:
+        if enabled:
+            gc.enable()
 
 
 @pytest.mark.slow
