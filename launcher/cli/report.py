@@ -33,11 +33,13 @@ from launcher.metrics.page import (
     Bars,
     Card,
     Cards,
+    Figure,
     RunHistory,
     Section,
     Table,
     Text,
     bars,
+    cells_figure,
     run_charts,
     timed_parts,
     write_page,
@@ -48,7 +50,7 @@ from launcher.recipe.find import recipe_names
 from launcher.recipe.load import load_recipe, recorded_recipe, to_yaml
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json, read_jsonl, thinned_jsonl
-from launcher.reliability.run_directory import RunFolder
+from launcher.reliability.run_directory import EXPERTS, RunFolder
 
 _SAMPLES = 8
 """Answers that the page shows."""
@@ -149,7 +151,11 @@ def report(
     overview = _overview(runs, differences)
     sections: list[Section] = [
         *cards,
-        replace(charts, note=" ".join([charts.note, *problems])),
+        replace(
+            charts,
+            figures=[*charts.figures, *_experts(runs)],
+            note=" ".join([charts.note, *problems]),
+        ),
         *_samples(runs),
         *_times(runs),
         _memory(runs),
@@ -332,6 +338,23 @@ def _times(runs: list[_ReportedRun]) -> Iterator[Bars]:
     yield bars("Time", of_runs, seconds_as_text)
     note = "Means of all steps. Communication is a part of forward, backward and optimizer."
     yield bars("Time of a step", of_steps, _milliseconds, note=note)
+
+
+def _experts(runs: list[_ReportedRun]) -> Iterator[Figure]:
+    """How often each expert of each layer was chosen, in the last record of each run."""
+    for run in runs:
+        file = run.summary.path / EXPERTS
+        if not file.is_file():  # a pipe would block
+            continue
+        try:
+            found = json.loads(file.read_bytes())
+            step = int(found["step"])
+            layers = {name: [float(v) for v in row] for name, row in found["layers"].items()}
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+            continue  # damaged
+        title = f"Load of each expert, by layer, at step {step:,} (1: the mean)"
+        if layers:
+            yield cells_figure(title if len(runs) == 1 else f"{run.name}: {title}", layers)
 
 
 def _last_peak(run: _ReportedRun) -> int:

@@ -57,13 +57,25 @@ _CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
         | {"margin": "margin", "mean_reward": "mean"},
     ),
     ("Pairs in the right order", "%", {"rewards/accuracies": "", "accuracy": ""}),
+    (
+        "Load of an expert (1: the mean)",
+        "",
+        {"expert_load_max": "busiest", "expert_load_min": "least busy"},
+    ),
+    ("Experts that no token chose", "%", {"experts_idle": ""}),
     ("Waits of a step", "s", {"data_seconds": "data", "communication_seconds": "communication"}),
     ("Power of a GPU, mean", "W", {"gpu_power_watts": ""}),
     ("Temperature of the hottest GPU", "°C", {"gpu_temperature_celsius": ""}),
     ("Utilization of the least busy GPU", "%", {"gpu_utilization": "busy"}),
 )
 """Title, unit, and the keys of metrics.jsonl with the names of their curves."""
-_OPTIONAL = (_EVALUATION, "Rewards of pairs", "Pairs in the right order")
+_OPTIONAL = (
+    _EVALUATION,
+    "Rewards of pairs",
+    "Pairs in the right order",
+    "Load of an expert (1: the mean)",
+    "Experts that no token chose",
+)
 _MAY_DIVERGE = ("loss", "grad_norm")
 """Keys whose null means a value that is not finite. Elsewhere it means that nothing is known."""
 _NOT_METRICS = ("eval_loss", "eval_losses", "eval_scores", "eval_tokens")
@@ -76,7 +88,8 @@ Point = tuple[int, float, float | None]
 """Step, seconds since the start, and value; None where it is not finite."""
 Figure = dict[str, Any]
 """`title`, `unit` and `curves` of a chart. A curve has `steps`, `times` and `values` of its points,
-and maybe `texts`, which name them."""
+and maybe `texts`, which name them. Or `title` and `cells`: rows of numbers, which are drawn as colors
+around 1, and `rows`, their names."""
 
 
 @dataclass(frozen=True)
@@ -341,6 +354,17 @@ def curve_figure(title: str, labels: Sequence[str], sizes: Sequence[int]) -> Fig
         "texts": list(labels),
     }
     return {"title": title, "unit": unit, "curves": [curve]}
+
+
+def cells_figure(title: str, rows: Mapping[str, Sequence[float]]) -> Figure:
+    """Numbers as colors around 1: a row for each name."""
+    return {
+        "title": title,
+        "unit": "",
+        "curves": [],
+        "rows": list(rows),
+        "cells": [list(row) for row in rows.values()],
+    }
 
 
 def bars(

@@ -23,6 +23,7 @@ from launcher.models.adapter_files import adapter_loader
 from launcher.models.attention import drop_causal_mask, isolate_documents, use_tower_attention
 from launcher.models.build import build_model, is_pretrained
 from launcher.models.description import embeddings, parts_without_text
+from launcher.models.expert_load import make_biases_buffers, watch_experts
 from launcher.models.float8 import use_float8
 from launcher.models.head import Head, Transform, logits_transform
 from launcher.models.load import Load, ModelCheckpoint, starting_weights
@@ -58,6 +59,8 @@ def build_with_tokens(
     use_operators_without_values(model)
     grow_vocabulary(model, new_ids)
     record_of(model).new_tokens = new_ids
+    if section.router_bias_update_rate:  # before the weights, which are read into them
+        make_biases_buffers(model)
     return model
 
 
@@ -196,6 +199,8 @@ def change_forward(
     transform = logits_transform(model) if transforms else None
     if transform is not None and chunked_loss:
         record_of(model).head = Head(embeddings(model)[1], transform, compile=compile)
+    # Whatever computes them now, they receive the choices of the routers
+    record_of(model).expert_load = watch_experts(model)
     return transform
 
 

@@ -12,6 +12,7 @@ from launcher.models.micro_batch import Masking
 
 if TYPE_CHECKING:
     from launcher.models.description import ModelDescription
+    from launcher.models.expert_load import ExpertLoad
     from launcher.models.head import Head
     from launcher.models.pipeline import StagedModel
     from launcher.models.router_balance import RouterBalance
@@ -49,6 +50,8 @@ class ModelRecord:
     """It computes losses without full logits, or of a reward model the scores of all tokens."""
     router_balance: RouterBalance | None = None
     """The balance loss of its experts over global batches; None: it has none, or that of micro-batches."""
+    expert_load: ExpertLoad | None = None
+    """How often its experts are chosen; None: it has none that transformers' interface computes."""
     stages: StagedModel | None = None
     """This rank's stages of a pipeline."""
 

@@ -99,13 +99,18 @@ class RouterBalance:
         self.shares = None if state is None else torch.tensor(state, device=self._ranks.device)
 
 
+def wants_balance(model: nn.Module) -> bool:
+    """Whether the model's config asks for a balance loss (output_router_logits)."""
+    configs = (getattr(model, "config", None), text_config(model))
+    return any(getattr(config, "output_router_logits", False) for config in configs)
+
+
 def router_balance(model: nn.Module, ranks: RankLayout) -> RouterBalance | None:
     """The balance of a model whose config has output_router_logits; None without it. Raises
     RecipeError if its config does not say how many experts a token has."""
-    configs = (getattr(model, "config", None), text_config(model))
-    if not any(getattr(config, "output_router_logits", False) for config in configs):
+    if not wants_balance(model):
         return None
-    chosen = getattr(model, "num_experts_per_tok", None) or experts_of_token(configs[1])
+    chosen = getattr(model, "num_experts_per_tok", None) or experts_of_token(text_config(model))
     if not chosen:
         what = f"the config of {type(model).__name__} does not say how many experts a token has"
         raise RecipeError(f"{KEY}: {what}; use micro_batch")

@@ -104,6 +104,8 @@ NEEDS: tuple[Needs, ...] = (
     ),
     Needs("model.trust_remote_code lora.path model.init=pretrained", "model.path", True),
     Needs("model.freeze", "lora", False),
+    Needs("model.router_bias_update_rate", "lora", False, ": an adapter does not hold the biases"),
+    Needs("model.router_bias_update_rate", "model.builder", False),
     Needs("model.num_labels", "model.task", "sequence_classification"),
     Needs("model.keep_logits=true", "model.chunked_loss", True, "; set model.keep_logits=auto"),
     Needs("model.keep_logits=true", "distillation", False, "; set model.keep_logits=auto"),

@@ -136,6 +136,10 @@ class Model(Section):
     """With output_router_logits: true in the config of a mixture of experts, what its balance loss is
     of. global_batch: of the step's tokens on all ranks, with the shares of the experts in the step
     before. micro_batch: transformers' loss of each micro-batch on a rank, which depends on their size."""
+    router_bias_update_rate: NonNegativeFloat = 0.0
+    """Of models whose routers add a bias to choose experts (DeepSeek-V3, GLM-4.5, Nemotron-H, ...):
+    what the bias of an expert changes by in each step, up if the step's tokens chose it less often than
+    the mean, else down. DeepSeek-V3 used 0.001. 0: the biases stay as they are."""
     new_tokens: TextList | None = None
     """Tokens that the tokenizer and the model gain, such as `<tool_call>`; special ones are written
     `<|...|>`. Their rows of the embeddings start as the mean of the others; with lora, they are the

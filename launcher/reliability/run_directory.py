@@ -32,7 +32,9 @@ from launcher.reliability.lock import Ownership
 logger = logging.getLogger(__name__)
 
 State = Literal["running", "finished", "stopped", "failed"]
-_REPLACED = ("recipe.yaml", "samples.jsonl", "status.json", "hf")
+EXPERTS = "experts.json"
+"""The load of each expert, for `launcher report`."""
+_REPLACED = ("recipe.yaml", "samples.jsonl", EXPERTS, "status.json", "hf")
 """What a run from scratch replaces or removes."""
 _PASSES = {
     "reference.safetensors": "reference.safetensors",
@@ -224,7 +226,8 @@ class RunFolder:
             replace_text(self.path / "recipe.yaml", recipe_yaml, durable=True)
             if from_scratch:
                 self.metrics.write_text("")
-                (self.path / "samples.jsonl").unlink(missing_ok=True)
+                for name in ("samples.jsonl", EXPERTS):
+                    (self.path / name).unlink(missing_ok=True)
         except OSError as error:
             text = f"run.dir: {self.path} cannot be written to: {error.strerror}"
             raise RecipeError(text) from None

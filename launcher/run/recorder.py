@@ -17,6 +17,7 @@ from launcher.console import finite
 from launcher.distributed import host_memory
 from launcher.distributed.process_group import all_gather_single
 from launcher.distributed.rank_layout import RankLayout
+from launcher.models.expert_load import ExpertLoad
 from launcher.objectives.base import Objective
 from launcher.reliability.json_files import Json
 from launcher.training.loop import Step
@@ -153,6 +154,8 @@ class PendingRecord:
     interval: _Interval
     time: float | None
     """CPU: when the step ended."""
+    choices: torch.Tensor | None = None
+    """`ExpertLoad.take` since the last record, on the host."""
 
     def ready(self) -> bool:
         """Whether `collect` would return without waiting."""
@@ -172,6 +175,10 @@ class StepRecorder:
         """Whose metrics are recorded beside the loss."""
         self.sources: tuple[str, ...] = ()
         """The sources of a mixture, if the loss has a part for each (`loss.by_source`)."""
+        self.expert_load: ExpertLoad | None = None
+        self.load_of_experts: list[list[float]] = []
+        """For each layer of experts, how often each was chosen in the last record, as a multiple of the
+        mean; empty: no layer has experts."""
         self._device, self._cuda = ranks.device, ranks.device.type == "cuda"
         self._sensors = GpuSensors(ranks.device)
         self._own = math.nan
@@ -256,6 +263,7 @@ class StepRecorder:
         losses = [step.loss.view(1)] if step.metrics is None else [step.loss.view(1), step.metrics]
         numbers = torch.cat([*map(on_device, losses), on_device(host)])
         flags = on_device(torch.stack([step.grad_norm, *interval.skipped]))
+        choices = None if self.expert_load is None else self.expert_load.take()
         work = event = None
         if self._ranks.size > 1:
             mine, numbers = numbers, numbers.new_empty(self._ranks.size * len(numbers))
@@ -266,10 +274,13 @@ class StepRecorder:
             copy = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
             copy.copy_(both, non_blocking=True)
             numbers, flags = copy[: len(numbers)], copy[len(numbers) :]
+            if choices is not None:
+                on_host = torch.empty(choices.shape, dtype=choices.dtype, pin_memory=True)
+                choices = on_host.copy_(choices, non_blocking=True)
             event = torch.cuda.current_stream(device).record_event()
         self._interval = _Interval(end)
         now = None if cuda else time.time()
-        return PendingRecord(step, numbers, flags, work, event, interval, now)
+        return PendingRecord(step, numbers, flags, work, event, interval, now, choices)
 
     def collect(self, pending: PendingRecord) -> Json:
         """Waits for the record's numbers. Times and rates are means since the previous record."""
@@ -287,6 +298,7 @@ class StepRecorder:
             self._own = interval.own_seconds
         record = self._record(pending.step, interval, pending.numbers.view(self._ranks.size, -1))
         record["grad_norm"] = finite(norm)
+        record |= self._of_experts(pending.choices)
         record["time"] = pending.time or time.time()  # on CUDA the end was just reached
         if skipped[-1]:
             record["skipped"] = True
@@ -340,6 +352,22 @@ class StepRecorder:
             "gpu_temperature_celsius": finite(gathered["temperature"].max().item()),
             "gpu_utilization": finite(gathered["busy"].min().item()),
             "samples_seen": step.batch.samples_seen,
+        }
+
+    def _of_experts(self, choices: torch.Tensor | None) -> Json:
+        """The load of the busiest and of the least busy expert of all layers, and the share of the
+        experts that no token chose."""
+        self.load_of_experts = []
+        if choices is None or self.expert_load is None:
+            return {}
+        for row, size in zip(choices.tolist(), self.expert_load.sizes, strict=True):
+            mean = sum(row) / size
+            self.load_of_experts.append([count / mean if mean else 0.0 for count in row[:size]])
+        loads = [load for layer in self.load_of_experts for load in layer]
+        return {
+            "expert_load_max": max(loads),
+            "expert_load_min": min(loads),
+            "experts_idle": sum(load == 0 for load in loads) / len(loads),
         }
 
     def _by_source(self, gathered: dict[str, torch.Tensor]) -> Json:

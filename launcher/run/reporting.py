@@ -33,7 +33,7 @@ from launcher.metrics.slow_ranks import SlowRanks
 from launcher.objectives.base import dataset_objective
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json, Lines
-from launcher.reliability.run_directory import RunFolder
+from launcher.reliability.run_directory import EXPERTS, RunFolder
 from launcher.run.recorder import PendingRecord, StepRecorder
 from launcher.training.evaluation import Evaluated, over_all
 from launcher.training.loop import Step
@@ -46,6 +46,8 @@ _LOSSES, _FEWEST_LOSSES = 50, 10
 WARM_UP_STEPS = 5
 """First steps of a start, in which PyTorch's allocator may repeat allocations until the memory of
 all its streams has its final size."""
+_EXPERTS_SECONDS = 30.0
+"""Time between two writes of experts.json."""
 _LAST_RECORD_SECONDS = 1.0
 """Time for the numbers of the last step to arrive after a failure."""
 
@@ -74,6 +76,9 @@ class Reporter:
         self._pending: PendingRecord | None = None
         self._progress = ProgressLine(self._steps)
         self._status: Json = {"steps": self._steps}
+        self._experts: Json = {}
+        """What is to be written to experts.json; empty: nothing new."""
+        self._experts_written = -_EXPERTS_SECONDS
         self._samples = Lines(folder.path / "samples.jsonl")
         self._sinks: list[Sink] = []
         if self._main:
@@ -152,6 +157,7 @@ class Reporter:
             self._losses = [*self._losses[:1], record["loss"]]
         if self._main:
             self._write(record)
+            self._note_experts(step)
             if own := self._recorder.own_seconds:
                 for message in self._slow.update(step, own):
                     logger.warning(message)
@@ -327,7 +333,28 @@ class Reporter:
         for sink in self._sinks:
             sink.write(record)
 
+    def _note_experts(self, step: int) -> None:
+        """Keeps experts.json up to date: the load of each expert in the last record."""
+        loads = self._recorder.load_of_experts
+        if not loads:
+            return
+        load = self._training.expert_load
+        assert load is not None
+        rounded = ([round(value, 4) for value in layer] for layer in loads)
+        self._experts = {"step": step, "layers": dict(zip(load.names, rounded, strict=True))}
+        if time.monotonic() - self._experts_written >= _EXPERTS_SECONDS:
+            self._write_experts()
+
+    def _write_experts(self) -> None:
+        """A file that cannot be written does not end the run: the next record writes it again."""
+        experts, self._experts = self._experts, {}
+        self._experts_written = time.monotonic()
+        if experts:
+            with suppress(OSError):
+                replace_text(self._folder.path / EXPERTS, json.dumps(experts))
+
     def _close(self, state: str) -> None:
+        self._write_experts()
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close(state)

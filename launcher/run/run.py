@@ -206,6 +206,7 @@ class TrainingRun:
         self._progress.heartbeat("checkpoint")
         recorder.measures_waits = training.wrapped.measures_waits
         recorder.objective = dataset_objective(training.data.training)
+        recorder.expert_load = training.expert_load
         if isinstance(training.data.training, MixtureDataset | StreamingDataset):
             recorder.sources = training.data.training.sources
         self._set_timeout(recipe.run.init_timeout)

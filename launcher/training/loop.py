@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from launcher.data.loader import GlobalBatch
+from launcher.models.expert_load import ExpertLoad
 from launcher.models.router_balance import RouterBalance
 from launcher.objectives.loss import Loss
 from launcher.optimizers.average import update_averages
@@ -97,6 +98,7 @@ def train_steps(
     averaged_over: int,
     counts: bool = True,
     router_balance: RouterBalance | None = None,
+    expert_load: ExpertLoad | None = None,
     heartbeat: Callable[[str], None] = lambda phase: None,
     stop_reached: Callable[[], bool] = lambda: False,
 ) -> Iterator[Step]:
@@ -112,6 +114,9 @@ def train_steps(
     the number of groups before the backward pass.
     """
     wrapped.root.train()
+    if expert_load is not None:
+        expert_load.forget()
+        loss = expert_load.counting(loss)
     heartbeat("data")
     batch = next(batches, None)
     while batch is not None:
@@ -131,6 +136,8 @@ def train_steps(
         norm, skipped, rate = update.apply(wrapped, batch.step, weight)
         if router_balance is not None:
             router_balance.end(skipped)
+        if expert_load is not None:
+            expert_load.end_step(skipped)
         mean = total / weight if counts else torch.zeros_like(total)
         metrics = None
         if mean.ndim:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -31,11 +32,12 @@ from launcher.data.tokenizer import tokenizer_name
 from launcher.distributed.hardware import peak_flops
 from launcher.distributed.rank_layout import RankLayout
 from launcher.models.description import describe, embeddings, padding_id
+from launcher.models.expert_load import ExpertLoad
 from launcher.models.flops import TokenFlops, recomputed_flops, token_flops
 from launcher.models.head import chunk_width, computes_loss
 from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.record import record_of, whole_model
-from launcher.models.router_balance import RouterBalance, router_balance
+from launcher.models.router_balance import RouterBalance, router_balance, wants_balance
 from launcher.objectives.base import BeforeTraining, dataset_objective
 from launcher.objectives.kept_files import ReferenceFile, TeacherFile
 from launcher.optimizers.average import averages_in_place
@@ -53,6 +55,8 @@ from launcher.training.model import (
     row_part,
     width_multiple,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -129,6 +133,7 @@ class Training:
             averaged_over=self.ranks.computing_groups,
             counts=self.ranks.counts,
             router_balance=self.router_balance,
+            expert_load=self.expert_load,
             heartbeat=hooks.heartbeat,
             stop_reached=hooks.stop_reached,
         )
@@ -137,6 +142,11 @@ class Training:
     def router_balance(self) -> RouterBalance | None:
         """The balance loss of the experts over global batches; None: there is none."""
         return record_of(self.wrapped.module).router_balance
+
+    @property
+    def expert_load(self) -> ExpertLoad | None:
+        """How often the experts are chosen; None: there are none."""
+        return record_of(self.wrapped.module).expert_load
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
         """A context for evaluations. With evaluation.ema, the averages of the weights take their
@@ -209,6 +219,11 @@ def assemble(
     prepared.check_logits(wrapped, ranks)
     if recipe.model.router_balance == "global_batch":
         record_of(model).router_balance = router_balance(model, ranks)
+    if recipe.model.task != "causal_lm" and wants_balance(model):
+        what = f"output_router_logits: the loss of model.task={recipe.model.task}"
+        logger.info(f"note: {what} has no part that balances experts")
+    if (load := record_of(model).expert_load) is not None:
+        load.start(model, ranks, rate=recipe.model.router_bias_update_rate)
     data = objective.with_initial_weights(data, wrapped, about)
     _seed_generators(recipe.run.seed + ranks.random_stream)
     prompts, tokenizer = None, tokenizer_name(recipe.data, recipe.model)

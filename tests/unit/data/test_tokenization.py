@@ -4,10 +4,10 @@ import errno
 import gzip
 import json
 import os
-import signal
 import pickle
 import re
 import shutil
+import signal
 import sys
 import threading
 import time

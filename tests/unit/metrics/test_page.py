@@ -16,7 +16,7 @@ from launcher.planner.page import write_plan
 from launcher.planner.plan_as_json import as_json
 from launcher.recipe.load import load_recipe, to_yaml
 from launcher.reliability.json_files import append_line, read_jsonl
-from launcher.reliability.run_directory import RunFolder
+from launcher.reliability.run_directory import EXPERTS, RunFolder
 from tests.browser import Browser, unavailable
 from tests.unit.planner.example_plans import RECIPE, example_plan, example_search
 
@@ -404,6 +404,29 @@ def test_names_of_runs_are_no_markup_in_labels(tmp_path, browser):
     browser.open(out, width=1280)
     labels = hover(browser, "FLOPs utilization (MFU)", 0.8)
     assert {label.rsplit(" ", 2)[0] for label in labels[1:]} == {"<b>a MFU", "%{y}&lt; MFU"}
+
+
+def test_the_load_of_experts_is_a_picture(tmp_path, browser):
+    run, out = make_run(tmp_path / "run", 10), tmp_path / "report.html"
+    file, layers = run.path / EXPERTS, {"layers.<b>0": [0.0, 2.0, 1.0], "layers.1": [1.0, 0.5, 1.5]}
+    for text in ("", "[]", '{"step": 4, "layers": {"a": null}}'):
+        file.write_text(text)
+        assert main.main(["report", str(run.path), f"out={out}"]) == 0
+        assert not any("cells" in figure for figure in embedded(out).values())
+    file.write_text(json.dumps({"step": 9, "layers": layers}))
+    assert main.main(["report", str(run.path), f"out={out}"]) == 0
+    title = "Load of each expert, by layer, at step 9 (1: the mean)"
+    assert embedded(out)[title]["cells"] == [*layers.values()]
+    for width in (1280, 390):
+        browser.open(out, width=width)
+        assert browser.evaluate(NO_HORIZONTAL_SCROLL)
+        shown = "plots.at(-1).data.map(trace => [trace.type, trace.z, trace.y])"
+        assert browser.evaluate(shown) == [
+            ["heatmap", [*layers.values()], ["layers.&lt;b>0", "layers.1"]]
+        ]
+    file.unlink()
+    os.mkfifo(file)
+    assert main.main(["report", str(run.path), f"out={out}"]) == 0
 
 
 def test_runs_of_different_recipes_are_compared_by_state(tmp_path):
