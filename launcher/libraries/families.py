@@ -160,6 +160,8 @@ ROUTER_LOSS = ("aux_loss_coef", "router_aux_loss_coef")
 ROUTERS = re.compile(r"(^|\.)(\w*_)?(gate|router)(\.|$)")
 """Names of linears that choose experts, or of the modules that hold them: small, and their choices
 are sensitive to rounding."""
+MLPS = ("mlp", "feed_forward")
+"""Names of the MLP in a block."""
 EXPERT_BIAS = ("e_score_correction_bias", "expert_bias")
 """Names of tensors, one value for each expert, that routers add to their scores to choose experts, but
 not to weigh them. The second is that of AFMoE and LFM2-MoE."""

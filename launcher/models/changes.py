@@ -33,6 +33,7 @@ from launcher.models.nf4_layers import quantize_blocks
 from launcher.models.precision import kept_in_float32
 from launcher.models.record import record_of
 from launcher.models.recurrent import separate_documents, use_operators_without_values
+from launcher.models.tiled_mlp import tile_mlps
 from launcher.models.towers import Trained, use_towers
 from launcher.recipe import schema
 from launcher.sources.adapter import ADAPTER_CONFIG, PEFT_KEYS, other_base
@@ -152,7 +153,9 @@ def adapt(
 
 def change_forward(
     model: PreTrainedModel,
+    blocks: Mapping[str, nn.Module],
     *,
+    mlp_tile: int | None,
     packed: bool,
     drops_causal_mask: bool,
     transforms: bool,
@@ -168,11 +171,13 @@ def change_forward(
     Returns the transform of the model's logits, if it has a linear head and `transforms` asks for
     it.
 
-    packed: rows hold several documents. drops_causal_mask:
+    mlp_tile: model.mlp_tile. packed: rows hold several documents. drops_causal_mask:
     make no mask where it is only causal. chunked_loss: compute the loss without full logits.
     compile: compile this loss. attention: model.attention. Raises RecipeError if the model cannot keep documents apart.
     """
     # After everything that adds or replaces layers: these run a copy of the model on meta
+    if mlp_tile is not None:
+        tile_mlps(model, blocks, mlp_tile)
     towers = record_of(model).towers
     if packed and towers is not None and not towers.keeps_documents_apart:
         nouns = nouns_of(towers.kinds)

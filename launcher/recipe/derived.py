@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.distributed.hardware import computes_in_bfloat16
+from launcher.distributed.rank_layout import EXPERT, TENSOR
 from launcher.recipe.decode import KeyPath, Problem, keys, plain_value, value_of
 from launcher.recipe.model_config import why_not_packed
 from launcher.recipe.rules import excluded_by
@@ -108,11 +109,19 @@ def decide_precision(plain: dict[str, Any], derived: dict[KeyPath, Derived]) -> 
 
 
 def decide_compile(recipe: Recipe, derived: dict[KeyPath, Derived]) -> Recipe:
-    """The recipe with false in place of `model.compile: auto` if another key excludes compilation."""
-    key = excluded_by(recipe, "model.compile", "true")
-    if recipe.model.compile != "auto" or key is None:
+    """The recipe with false in place of `model.compile: auto` if another key excludes compilation, or
+    divides layers or experts: no GPU has run these compiled."""
+    if recipe.model.compile != "auto":
         return recipe
-    derived["model", "compile"] = Derived(False, f"because {key} excludes it")
+    key: str | None = excluded_by(recipe, "model.compile", "true")
+    why = "because {} excludes it"
+    if key is None:
+        divided = [d.key for d in (TENSOR, EXPERT) if getattr(recipe.strategy, d.key) > 1]
+        key = f"strategy.{divided[0]}" if divided else None
+        why = "no GPU has run {} compiled; true compiles it"
+    if key is None:
+        return recipe
+    derived["model", "compile"] = Derived(False, why.format(key))
     return replace(recipe, model=replace(recipe.model, compile=False))
 
 

@@ -93,7 +93,6 @@ _OF_TOKENS = " ".join(TOKEN_KINDS)
 _NOT_MASKED = "causal_lm sequence_classification reward"
 _SAVES = "checkpoint.every_steps checkpoint.every_epochs"
 _EVALUATES = "data.validation data.validation_split"
-_EAGER = "; set model.compile=false"
 NEEDS: tuple[Needs, ...] = (
     # Model
     Needs("model.arguments", "model.builder", True),
@@ -104,6 +103,9 @@ NEEDS: tuple[Needs, ...] = (
     ),
     Needs("model.trust_remote_code lora.path model.init=pretrained", "model.path", True),
     Needs("model.freeze", "lora", False),
+    Needs("model.mlp_tile", "model.builder", False),
+    Needs("model.mlp_tile", _TENSOR, "1", "; with parts of layers its activations are divided"),
+    Needs("model.mlp_tile", _FLOAT8, False),
     Needs("model.router_bias_update_rate", "lora", False, ": an adapter does not hold the biases"),
     Needs("model.router_bias_update_rate", "model.builder", False),
     Needs("model.num_labels", "model.task", "sequence_classification"),
@@ -186,7 +188,6 @@ NEEDS: tuple[Needs, ...] = (
     Needs(_CONTEXT, "model.task", "causal_lm"),
     Needs(f"{_EXPERT} {_TENSOR}", "strategy.kind", "fsdp auto"),
     Needs(_EXPERT, "optimizer.name", "adamw sgd muon"),
-    Needs(f"{_EXPERT} {_TENSOR}", "model.compile", False, _EAGER),
     Needs(_TENSOR, "optimizer.name", "adamw sgd"),
     Needs(_TENSOR, "optimizer.state_dtype", "float32"),
     Needs(_TENSOR, _EXPERT, "1", f"; for a mixture of experts use {_EXPERT} alone"),

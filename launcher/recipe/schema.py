@@ -132,6 +132,10 @@ class Model(Section):
     until the backward pass, which otherwise computes them again: 2 bytes x tokens x vocabulary in
     bfloat16, for a quarter of the head's products. The bits are the same. auto: true if by estimate
     15 % of the memory stay free. A loss of distillation computes them again."""
+    mlp_tile: PositiveInt | None = None
+    """Tokens that the MLP of a block computes at a time; its backward pass computes them again. For
+    rows of many tokens: an MLP then keeps its input only, with or without activation checkpointing.
+    null: all at once."""
     router_balance: Literal["global_batch", "micro_batch"] = "global_batch"
     """With output_router_logits: true in the config of a mixture of experts, what its balance loss is
     of. global_batch: of the step's tokens on all ranks, with the shares of the experts in the step

@@ -324,6 +324,8 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     packed = objective.packs(data)
     transform = change_forward(
         model,
+        blocks,
+        mlp_tile=recipe.model.mlp_tile,
         packed=packed,
         drops_causal_mask=objective.causal,
         transforms=objective.predicts_tokens,

@@ -7,6 +7,7 @@ DeviceMesh is collective over all processes, so each variant runs on all four ra
 """
 
 import contextlib
+import functools
 import re
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import yaml
+from torch._dynamo.utils import counters
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -29,6 +31,7 @@ from launcher.models.safetensors_files import StoredTensors
 from launcher.models.shards import local_part
 from launcher.objectives.next_token import NextToken
 from launcher.recipe import schema
+from launcher.strategies.compilation import graphs
 from launcher.training.setup import assemble
 from tests.distributed.equivalence_worker import Worker, weights, whole
 from tests.distributed.launching import end_worker
@@ -71,6 +74,7 @@ class LayoutWorker(Worker):
 
     def after(self, note, training):
         note["copies"] = list(differing_copies(training.wrapped.module, training.ranks.group))
+        note["graphs"] = graphs()[0]
 
     def compare(self, model, variant):
         """Trains a variant on four ranks, and its reference unless that was done."""
@@ -78,6 +82,8 @@ class LayoutWorker(Worker):
         if reference not in self.references:
             self.train_case(reference, model, ["strategy.kind=ddp", *own], ranks=1, rows=4)
             self.references[reference] = self.last if self.rank == 0 else None
+        torch._dynamo.reset()
+        counters.clear()
         self.train_case(f"{model} {variant}", model, VARIANTS[variant], ranks=4, rows=2)
         self.note_deviation(f"{model} {variant}", self.references[reference])
 
@@ -311,6 +317,8 @@ def main(folder, launch):
     # Chunks of 16 vocabulary entries
     head_module.WIDTH_MULTIPLE = head_module.CHUNK_ELEMENTS = 16
     worker = LayoutWorker(folder, STEPS[launch == "quick"])
+    if launch == "compiled":  # a C++ compiler would take minutes
+        torch.compile = functools.partial(torch.compile, backend="aot_eager")
     if launch in PARTS:
         PARTS[launch](worker)
     else:

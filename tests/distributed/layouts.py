@@ -178,6 +178,35 @@ VARIANTS = {
     "experts 4, sgd": [EP + "4", *SGD],
     "experts 2, int8": [EP + "2", "optimizer.state_dtype=int8"],
 }
+_COMPILED = "model.compile=true"
+VARIANTS |= {
+    "compiled, tensor 2": [TP + "2", _COMPILED],
+    "compiled, tensor 4, checkpointing": [TP + "4", _COMPILED, _FULL],
+    "compiled, tensor 2, selective": [TP + "2", _COMPILED, SELECTIVE],
+    "compiled, tensor 2, context 2": [TP + "2", CP + "2", _COMPILED],
+    "compiled, tensor 2, lora": [TP + "2", LORA, _COMPILED],
+    "compiled, tensor 2, classes": [TP + "2", *CLASSES, _COMPILED],
+    "compiled, experts 2": [EP + "2", _COMPILED],
+    "compiled, experts 4, checkpointing": [EP + "4", _COMPILED, _FULL],
+    "compiled, experts 2, selective": [EP + "2", _COMPILED, SELECTIVE],
+    "compiled, experts 2, context 2": [EP + "2", CP + "2", _COMPILED],
+    "compiled, experts 2, lora": [EP + "2", "lora={rank: 4}", _COMPILED],
+    "compiled, pipeline 2, tensor 2": [PP + "2", TP + "2", _COMPILED],
+}
+_TILES = "model.mlp_tile=5"
+VARIANTS |= {
+    "tiles, copies": [_TILES, _COPIES],
+    "tiles, ddp": [_TILES, "strategy.kind=ddp"],
+    "tiles, ZeRO-1": [_TILES, *ZERO],
+    "tiles, full": [_TILES, _FULL],
+    "tiles, offload": [_TILES, *OFFLOAD],
+    "tiles, held back": [_TILES, _HELD_BACK],
+    "tiles, kept": [_TILES, _KEPT, SELECTIVE],
+    "tiles, context 4": [_TILES, CP + "4", _FULL],
+    "tiles, pipeline 2": [_TILES, PP + "2"],
+    "tiles, lora": [_TILES, LORA],
+    "tiles, compiled": [_TILES, _COMPILED, _FULL],
+}
 _OF_REFERENCE = ("data.", "lora=", "model.task", "model.num", "optimizer.", "preference.")
 """The reference of a variant has these of its overrides."""
 
@@ -266,6 +295,17 @@ LAUNCHES = {
         ("gpt_oss", "experts 2, not packed"),
         ("gpt_oss", "context 2"),
         ("gpt_oss", "context 2, not packed"),
+    ],
+    "tiles": [(DEEP, v) for v in _variants("tiles") if "compiled" not in v],
+    "compiled": [
+        (DEEP, "tiles, compiled"),
+        *((ONE_KEY_HEAD, v) for v in _variants("compiled, tensor") if "classes" not in v),
+        *(("qwen3_moe", v) for v in _variants("compiled, experts")),
+        ("llama, bytes", "compiled, tensor 2, classes"),
+        ("gemma3", "compiled, tensor 2"),
+        ("deepseek_v3", "compiled, experts 2"),
+        ("gpt_oss", "compiled, experts 2"),
+        (TIED, "compiled, pipeline 2, tensor 2"),
     ],
 }
 """Pairs of a model and a variant that one launch compares with one rank."""
