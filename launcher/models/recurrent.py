@@ -62,10 +62,9 @@ def separate_documents(model: PreTrainedModel, device: torch.device) -> Document
     what the layers share; None: nothing has changed."""
     if not can_separate_documents(model):
         return None
-    call, layers = DocumentsOfCall(), recurrent_layers(model).values()
+    call, layers = DocumentsOfCall.of(model), recurrent_layers(model).values()
+    call.by_document = True
     in_kernels = device.type == "cuda" and all(map(_kernels_take_bounds, layers))
-    model.register_forward_pre_hook(call.receive, with_kwargs=True)
-    model.register_forward_hook(call.forget, always_call=True)
     for layer in layers:
         layer.forward = partial(_by_document, layer.forward, call, in_kernels)
     return call
