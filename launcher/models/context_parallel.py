@@ -3,7 +3,8 @@
 Each rank has a part of the tokens of every row. In attention, the ranks exchange tokens against
 heads: each computes attention of all tokens for its share of the heads (Ulysses: Jacobs et al.,
 2023, arXiv 2309.14509). More ranks than heads allow are several such groups, which exchange keys and
-values in a ring (`ring.py`). All other layers see each token for itself.
+values in a ring (`ring.py`). Recurrent layers exchange tokens against heads over all ranks
+(`divided_recurrent.py`). All other layers see each token for itself.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ from launcher.models.attention import (
     varlen_attention,
 )
 from launcher.models.description import largest_of_layers, text_config
+from launcher.models.divided_recurrent import check_recurrent_layers, divide_recurrent_layers
 from launcher.models.documents import DocumentsOfCall
 from launcher.models.predictions import logits
 from launcher.models.record import record_of
+from launcher.models.recurrent import recurrent_layers
 from launcher.models.ring import ring_attention
 from launcher.models.row_division import (
     RowDivision,
@@ -88,7 +91,13 @@ def check_rows(
             f"{RING}: rows with {nouns} are not divided over a ring of {rows.ring}; use a "
             f"{KEY} that divides the heads of {name}, or set {without} for rows of text"
         )
-    refuse_other_layers(model, sequence_length, key=KEY, instead="use 1")
+    refuse_other_layers(model, sequence_length, key=KEY, instead="use 1", recurrent=True)
+    check_recurrent_layers(model, rows.size, key=KEY)
+    if tensor_parallel_size > 1 and recurrent_layers(model):
+        what = (
+            f"the recurrent layers of {name} are not divided over context and tensor parallel ranks"
+        )
+        raise RecipeError(f"{KEY}: {what} at once; use 1, or strategy.tensor_parallel_size=1")
     config = model.config.get_text_config(decoder=True)
     if attention_implementation(model) != VARLEN:
         why = f"packed rows need {missing_for_varlen}; use it, data.packing=false, or"
@@ -124,7 +133,8 @@ def check_rows(
 
 
 def divide_rows(model: PreTrainedModel, rows: RowDivision) -> None:
-    """Divides the rows of a model over ranks: its attention becomes `context_parallel_attention`."""
+    """Divides the rows of a model over ranks: its attention becomes `context_parallel_attention`, and
+    its recurrent layers those of `divide_recurrent_layers`."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     assert rows.groups is not None
@@ -140,6 +150,8 @@ def divide_rows(model: PreTrainedModel, rows: RowDivision) -> None:
     function = partial(context_parallel_attention, rows.groups, call)
     ALL_ATTENTION_FUNCTIONS.register(attention, function)
     set_text_attention(model, attention)
+    if recurrent_layers(model):
+        divide_recurrent_layers(model, rows, call)
 
 
 def _values(parameters: Any) -> Iterator[Any]:
@@ -224,7 +236,7 @@ def check_context_parallel(
     differences within its rounding error are accepted, since kernels may add in another order.
     """
     width = 8 * rows.size
-    divided = rows.place(np.array([0, width]), rows=1, width=width)
+    divided = rows.place(np.array([0, width]), rows=1, width=width, recurrent=True)
     generator = torch.Generator().manual_seed(0)
     row = torch.randint(vocabulary, (1, width), generator=generator).to(device)
     positions = torch.arange(width, device=device).unsqueeze(0)

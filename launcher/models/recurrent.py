@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,15 @@ def separate_documents(model: PreTrainedModel, device: torch.device) -> Document
     for layer in layers:
         layer.forward = partial(_by_document, layer.forward, call, in_kernels)
     return call
+
+
+def separated(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a layer's tokens that computes each document by itself if the layer does so. With
+    kernels it also takes the bounds of documents."""
+    own: Any = layer.forward
+    if isinstance(own, partial) and own.func is _by_document:
+        return partial(_by_document, forward, *own.args[1:])
+    return forward
 
 
 def use_operators_without_values(model: nn.Module) -> None:

@@ -2,6 +2,8 @@
 
 import json
 
+from tests.unit.models.recurrent_families import FAMILIES
+
 _LLAMA = {
     "model_type": "llama",
     "vocab_size": 96,
@@ -21,6 +23,10 @@ _LATENT |= {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 
 _LAYERS = ["sliding_attention", "full_attention"]
 
 
+def _family(name, **more):
+    return {"model_type": name, **FAMILIES[name], **more}
+
+
 MODELS = {
     "llama": _LLAMA,
     "llama, 4 blocks": _LLAMA | {"num_hidden_layers": 4},
@@ -35,6 +41,8 @@ MODELS = {
     | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": _LLAMA | _EXPERTS | {"model_type": "qwen3_moe", "head_dim": 8},
     "deepseek_v3": _LLAMA | _LATENT | {"model_type": "deepseek_v3", "first_k_dense_replace": 1},
+    **{name: _family(name) for name in FAMILIES},
+    "qwen3_5_text, one key head": _family("qwen3_5_text", linear_num_key_heads=1),
 }
 """The configs of models. Their windows end within a piece of a document, and span several."""
 ROWS = {"mixed": (2, 7, 20, 45, 60), "many": (3, 5, 9, 14, 30), "one": (64,), "short": (41, 64, 30)}
@@ -57,6 +65,7 @@ _SHAPES = ((2, 2), (1, 4), (4, 1))
 LAUNCHES = {
     "quick": [
         case("gpt_oss", "mixed", 2, 2),
+        case("qwen3_5_text", "mixed", 2, 2),
     ],
     "attention, 1": [
         *(
@@ -93,6 +102,32 @@ LAUNCHES = {
         case("llama", "mixed", 2, 2, "strategy.kind=ddp"),
         case("llama", "mixed", 2, 2, "data.workers=1"),
         case("llama", "mixed", 2, 2, "strategy.sync_every_micro_batch=false"),
+        case("qwen3_5_text", "mixed", 2, 2, BUDGET),
+    ],
+    "recurrent, 1": [
+        *(
+            case(model, rows, *shape)
+            for model in ("qwen3_5_text", "nemotron_h")
+            for rows in ("mixed", "one")
+            for shape in _SHAPES
+        ),
+    ],
+    "recurrent, 2": [
+        case("lfm2", "mixed", 4, 1),
+        case("lfm2", "one", 2, 2),
+        case("lfm2", "mixed", 1, 4, FULL),
+        case("lfm2_moe", "mixed", 2, 2),
+        case("lfm3", "mixed", 2, 2),
+        case("qwen3_next", "mixed", 4, 1),
+        case("qwen3_next", "many", 1, 4, FULL),
+        case("qwen3_5_text, one key head", "mixed", 2, 2),
+        case("qwen3_5_text", "short", 2, 2, UNPACKED),
+        case("qwen3_5_moe_text", "mixed", 2, 1, EP),
+        case("bamba", "mixed", 4, 1),
+        case("granitemoehybrid", "mixed", 2, 2),
+        case("nemotron_h", "mixed", 2, 2, FULL),
+        case("nemotron_h", "short", 4, 1, UNPACKED),
+        case("zamba2", "mixed", 2, 2),
     ],
 }
 """What one launch compares with one rank."""

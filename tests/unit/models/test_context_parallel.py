@@ -26,6 +26,7 @@ from launcher.models.micro_batch import IGNORED
 from launcher.models.ring import missing_for_ring
 from launcher.models.row_division import RowDivision, RowGroups
 from tests.micro_batches import contents
+from tests.unit.models.recurrent_families import FAMILIES
 
 SIZES = {
     "vocab_size": 64,
@@ -53,7 +54,6 @@ def test_models_without_context_parallelism_are_refused_by_name():
     assert refusal("llama", attention="eager").startswith(
         f"{key}the attention of LlamaForCausalLM cannot be divided: it needs model.attention=sdpa"
     )
-    assert "layers (linear_attention) that carry information" in refusal("qwen3_next")
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     assert "LlamaForCausalLM scales rotary positions (dynamic)" in refusal(
         "llama", rope_parameters=rope
@@ -99,6 +99,68 @@ def test_what_a_ring_needs_of_a_model():
     assert "bfloat16 or float16" in missing("cuda", torch.float32)
     assert "dropout" in missing("cpu", torch.float32, attention_dropout=0.1)
     assert missing("cuda", torch.bfloat16, head_dim=512) == "heads of at most 256 features"
+
+
+def hybrid(model_type, **more):
+    config = AutoConfig.for_model(model_type, **FAMILIES[model_type] | more)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.config._attn_implementation = VARLEN
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layer"),
+    [
+        ("olmo_hybrid", "OlmoHybridGatedDeltaNet"),
+        ("falcon_h1", "FalconH1Mixer"),
+        ("kimi_linear", "KimiLinear"),
+        ("bailing_hybrid", "BailingHybrid"),
+    ],
+)
+def test_recurrent_layers_that_are_not_divided_are_refused_by_name(model_type, layer):
+    with pytest.raises(RecipeError) as error:
+        check_rows(hybrid(model_type), RowDivision(2), sequence_length=32)
+    assert f"the recurrent layers of {type(hybrid(model_type)).__name__} ({layer}" in str(
+        error.value
+    )
+    assert str(error.value).endswith("use 1")
+    assert "Mamba-2 and short convolutions can" in str(error.value)
+
+
+@pytest.mark.parametrize("model_type", ["jamba", "mamba", "falcon_mamba"])
+def test_mamba_1_is_refused_by_name(model_type):
+    model = hybrid(model_type)
+    with pytest.raises(
+        RecipeError, match=f"strategy.context_parallel_size.*{type(model).__name__}"
+    ):
+        check_rows(model, RowDivision(2), sequence_length=32)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "size", "message"),
+    [
+        ("qwen3_5_text", 8, "8 ranks cannot divide the 4 heads (in 2 groups)"),
+        ("nemotron_h", 3, "3 ranks cannot divide the 8 heads (in 2 groups)"),
+        ("lfm2", 64, "64 ranks cannot divide the 32 channels"),
+    ],
+)
+def test_ranks_that_do_not_divide_recurrent_heads_are_refused(model_type, size, message):
+    with pytest.raises(RecipeError) as error:
+        check_rows(hybrid(model_type), RowDivision(size, size), sequence_length=512)
+    assert message in str(error.value)
+    assert "use one of 1, 2, 4" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "size"),
+    [("qwen3_next", 4), ("qwen3_5_text", 4), ("nemotron_h", 8), ("bamba", 8), ("lfm2", 32)],
+)
+def test_recurrent_layers_are_accepted(model_type, size):
+    model = hybrid(model_type)
+    check_rows(model, RowDivision(size, size), sequence_length=512)
+    with pytest.raises(RecipeError, match="context and tensor parallel ranks at once"):
+        check_rows(model, RowDivision(2, 2), sequence_length=512, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(
