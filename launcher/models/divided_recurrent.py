@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -246,6 +246,22 @@ def _family_of(layer: nn.Module) -> _Family | None:
         module = sys.modules[type(layer).__module__]
         return _SHORT if hasattr(module, "causal_conv1d_fn") else None
     return None
+
+
+def exchanged_features(block: nn.Module) -> int:
+    """The features of a token that ranks exchange in the recurrent layers of a block, there and back;
+    0: it has none that can be divided."""
+    found = 0
+    for layer in block.modules():
+        family, each = _family_of(layer), cast(Any, layer)
+        if family is _DELTA:
+            found += 2 * each.key_dim + 2 * each.value_dim + 2 * each.num_v_heads
+        elif family is _MAMBA:
+            states = each.n_groups * each.ssm_state_size
+            found += 2 * each.intermediate_size + 2 * states + each.num_heads
+        elif family is _SHORT:
+            found += 2 * each.conv.weight.shape[0]
+    return found
 
 
 def check_recurrent_layers(model: nn.Module, size: int, *, key: str) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -52,6 +53,8 @@ from launcher.training.model import (
     prepare_teacher,
     width_multiple,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,9 @@ def assemble(
     prepared = prepared or prepare_model(recipe, device=ranks.device)
     model, objective = prepared.model, prepared.objective
     rows = prepared.row_division(recipe.strategy, ranks)
+    if rows.ring > 1 and ranks.rank == 0:
+        each = f"{rows.heads} ranks that divide the heads" if rows.heads > 1 else "one rank"
+        logger.info(f"rows: {rows.ring} groups exchange keys and values, each of {each}")
     heartbeat("data")
     data = open_run_data(
         recipe.data,
