@@ -55,13 +55,23 @@ _numbers = itertools.count()
 
 def ring_of(model: nn.Module, size: int, ring: int | None, *, tensor_parallel_size: int = 1) -> int:
     """The number of groups of a ring of `size` ranks: `ring`, or without it (strategy.
-    context_parallel_ring: null) the smallest one that the model's attention heads allow."""
-    if ring is not None:
-        return ring
+    context_parallel_ring: null) the smallest one that the model's attention heads allow. Raises
+    RecipeError if the rows have attachments and would be divided over several groups: those are known
+    before `check_rows`, which needs the ring's rows."""
     config = text_config(model)
     heads = 0 if config is None else largest_of_layers(config, "num_attention_heads")
-    # A size that does not divide the heads is refused later
-    return rings_that_fit(size, max(1, heads // tensor_parallel_size))[0] if heads else 1
+    if ring is None:
+        # A size that does not divide the heads is refused later
+        rings = rings_that_fit(size, max(1, heads // tensor_parallel_size))
+        ring = rings[0] if heads else 1
+    if ring > 1 and (towers := record_of(model).towers) is not None:
+        nouns = nouns_of(towers.kinds)
+        without = " ".join(f"{ATTACHMENTS[kind]}=null" for kind in towers.kinds)
+        raise RecipeError(
+            f"{RING}: rows with {nouns} are not divided over a ring of {ring}; use a {KEY} that divides "
+            f"the {heads} attention heads of {type(model).__name__}, or set {without} for rows of text"
+        )
+    return ring
 
 
 def check_rows(
@@ -84,13 +94,6 @@ def check_rows(
             why = f"attends to {nouns} in both directions, with masks that cannot be divided"
         without = " ".join(f"{ATTACHMENTS[kind]}=null" for kind in towers.kinds)
         raise RecipeError(f"{KEY}: {name} {why}; use 1, or set {without} for rows of text")
-    if towers is not None and rows.ring > 1:
-        nouns = nouns_of(towers.kinds)
-        without = " ".join(f"{ATTACHMENTS[kind]}=null" for kind in towers.kinds)
-        raise RecipeError(
-            f"{RING}: rows with {nouns} are not divided over a ring of {rows.ring}; use a "
-            f"{KEY} that divides the heads of {name}, or set {without} for rows of text"
-        )
     refuse_other_layers(model, sequence_length, key=KEY, instead="use 1", recurrent=True)
     check_recurrent_layers(model, rows.size, key=KEY)
     if tensor_parallel_size > 1 and recurrent_layers(model):
@@ -118,10 +121,11 @@ def check_rows(
         ranks = str(rows.heads)
         if tensor_parallel_size > 1:
             ranks += f" x {tensor_parallel_size} (strategy.tensor_parallel_size)"
+        groups = "1 group" if rows.ring == 1 else f"{rows.ring} groups"
         advice = " or ".join(map(str, rings))
         raise RecipeError(
-            f"{RING}: with {rows.ring} of {size} ranks ({KEY}), {ranks} divide the {heads} attention "
-            f"heads of {name}, which is not possible; "
+            f"{RING}: {groups} of {rows.heads} ranks, and {ranks} does not divide the {heads} attention "
+            f"heads of {name}; "
             + (f"use {advice}, or null" if rings else "use another strategy.tensor_parallel_size")
         )
     if rows.ring > 1 and missing_for_ring is not None:

@@ -161,7 +161,7 @@ class Work:
         self.context_ranks, self.ring = sizes.context_parallel_size, 1
         if self.context_ranks > 1:
             fits = rings_that_fit(self.context_ranks, max(1, profile.heads[0]))
-            self.ring = strategy.context_parallel_ring or fits[0]
+            self.ring = strategy.context_parallel_ring or (fits[0] if profile.heads[0] else 1)
         self.heads_ranks = self.context_ranks // self.ring
         self.micro_batches = micro_batches_of(recipe, ranks=ranks)
         sync = strategy.sync_every_micro_batch

@@ -63,12 +63,17 @@ def test_models_without_context_parallelism_are_refused_by_name():
 def test_rings_that_do_not_fit_are_refused_with_those_that_do():
     key = "strategy.context_parallel_ring: "
     assert refusal("llama", 8, 1) == (
-        f"{key}with 1 of 8 ranks (strategy.context_parallel_size), 8 divide the 4 attention heads of "
-        "LlamaForCausalLM, which is not possible; use 2 or 4 or 8, or null"
+        f"{key}1 group of 8 ranks, and 8 does not divide the 4 attention heads of LlamaForCausalLM; "
+        "use 2 or 4 or 8, or null"
     )
     refused = refusal("llama", 4, 2, options={"tensor_parallel_size": 4})
-    assert "2 x 4 (strategy.tensor_parallel_size) divide the 4 attention heads" in refused
+    assert (
+        "2 groups of 2 ranks, and 2 x 4 (strategy.tensor_parallel_size) does not divide" in refused
+    )
     assert refused.endswith("use 4, or null")
+    assert refusal("llama", 2, 2, options={"tensor_parallel_size": 3}).endswith(
+        "use another strategy.tensor_parallel_size"
+    )
     refused = refusal("llama", 4, 2, options={"missing_for_ring": "bfloat16 on GPUs"})
     assert refused == (
         f"{key}attention of LlamaForCausalLM over a ring of 2 needs bfloat16 on GPUs; use it, or one of "

@@ -26,7 +26,7 @@ from launcher.models.attention import (
 )
 from launcher.models.build import build_model
 from launcher.models.changes import adapt
-from launcher.models.context_parallel import check_rows
+from launcher.models.context_parallel import check_rows, ring_of
 from launcher.models.description import parts_without_text
 from launcher.models.micro_batch import IGNORED
 from launcher.models.record import record_of
@@ -211,10 +211,12 @@ def test_context_parallelism_refuses_masks_that_cannot_be_divided(models):
 
 def test_images_are_not_divided_over_a_ring(models):
     model = prepared(models["qwen2_5_vl"])
-    with pytest.raises(
-        RecipeError, match=r"context_parallel_ring: rows with images .* images=null"
-    ):
-        check_rows(model, RowDivision(4, 2), sequence_length=64)
+    refused = r"context_parallel_ring: rows with images .* images=null"
+    with pytest.raises(RecipeError, match=refused):
+        ring_of(model, 4, 2)
+    with pytest.raises(RecipeError, match=refused):
+        ring_of(model, 64, None)
+    assert ring_of(model, 2, None) == 1
 
 
 @pytest.mark.parametrize("family", EACH)
