@@ -51,7 +51,7 @@ from launcher.models.flops import token_flops  # noqa: E402
 from launcher.optimizers.optimizer import LossScale  # noqa: E402
 from launcher.planner.recipe_values import micro_batches_of, with_random_weights  # noqa: E402
 from launcher.training.loop import Update, train_steps  # noqa: E402
-from launcher.training.model import prepare_model, row_part  # noqa: E402
+from launcher.training.model import prepare_model  # noqa: E402
 
 COLUMNS = (
     "row | ms | ms by plan | tokens/s | MFU | GiB | GiB by plan | reserved GiB | retries | waits "
@@ -148,7 +148,9 @@ def train(row: Row, ranks: RankLayout, *, warm_up: int, timed: int, detailed: bo
         torch.cuda.reset_peak_memory_stats()
         retried = torch.cuda.memory_stats()["num_alloc_retries"]
     prepared = prepare_model(recipe, device=device)
-    data = prepared.synthetic_data(recipe.data, recipe.batch, row_part(ranks), documents=1)
+    data = prepared.synthetic_data(
+        recipe.data, recipe.batch, prepared.row_division(recipe.strategy, ranks), documents=1
+    )
     wrapped = prepared.wrap(recipe, ranks)
     optimizer = prepared.make_optimizer(wrapped, recipe)
     update = Update(optimizer, lambda step: 1e-4, LossScale(device, enabled=False), 1.0)

@@ -3,6 +3,7 @@
 They reject the inputs that the GPU kernels reject. The operator's fake kernel does not check them.
 """
 
+import itertools
 from itertools import pairwise
 
 import torch
@@ -22,24 +23,34 @@ def check_heads(query, key, value):
     assert query.dtype == key.dtype == value.dtype, (query.dtype, key.dtype, value.dtype)
 
 
-def _documents(query, key, value, bounds, scale, window, causal):
-    """Yields for each document: its slice; q, k and v (heads, tokens, size); and the scores.
+def check_lengths(*sides):
+    """Asserts that no document is longer than the kernel is told."""
+    for bounds, longest in sides:
+        assert int(bounds.diff().max()) <= longest
 
-    For grouped heads, k and v are repeated.
+
+def _documents(query, key, value, bounds, key_bounds, scale, window, causal):
+    """Yields for each document: the slices of its queries and of its keys; q, k and v (heads, tokens,
+    size); and the scores.
+
+    For grouped heads, k and v are repeated. The last query is aligned with the last key.
     """
-    bounds = bounds.tolist()
     left, right = window or (-1, -1)
-    for start, end in pairwise(bounds):
-        span = slice(start, end)
-        q, k, v = (tensor[span].transpose(0, 1).float() for tensor in (query, key, value))
+    spans, of_keys = (itertools.starmap(slice, pairwise(e.tolist())) for e in (bounds, key_bounds))
+    for span, keys in zip(spans, of_keys, strict=True):
+        q, k, v = (
+            tensor[each].transpose(0, 1).float()
+            for tensor, each in ((query, span), (key, keys), (value, keys))
+        )
         k, v = (tensor.repeat_interleave(q.shape[0] // tensor.shape[0], dim=0) for tensor in (k, v))
-        distance = torch.arange(end - start)[:, None] - torch.arange(end - start)[None, :]
+        aligned = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
+        distance = aligned - torch.arange(k.shape[1])[None, :]
         seen = (
             (distance >= 0) if causal or right == 0 else torch.ones_like(distance, dtype=torch.bool)
         )
         if left >= 0:
             seen &= distance <= left
-        yield span, q, k, v, (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
+        yield span, keys, q, k, v, (q @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf)
 
 
 def _forward(
@@ -61,8 +72,9 @@ def _forward(
         torch.empty_like(query),
         query.new_empty(query.shape[1], query.shape[0], dtype=torch.float32),
     )
-    for span, _, _, v, scores in _documents(
-        query, key, value, cu_seq_q, scale, window_size, is_causal
+    check_lengths((cu_seq_q, max_q), (cu_seq_k, max_k))
+    for span, _, _, _, v, scores in _documents(
+        query, key, value, cu_seq_q, cu_seq_k, scale, window_size, is_causal
     ):
         out[span] = (scores.softmax(-1) @ v).transpose(0, 1).to(out.dtype)
         lse[:, span] = scores.logsumexp(-1)
@@ -87,21 +99,23 @@ def _backward(
 ):
     CALLS["backward"] += 1
     gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
-    for span, q, k, v, scores in _documents(
-        query, key, value, cu_seq_q, scale, window_size, is_causal
+    check_lengths((cu_seq_q, max_q), (cu_seq_k, max_k))
+    for span, keys, q, k, v, scores in _documents(
+        query, key, value, cu_seq_q, cu_seq_k, scale, window_size, is_causal
     ):
         weights = (scores - lse[:, span, None]).exp()
         grad, result = (tensor[span].transpose(0, 1).float() for tensor in (grad_out, out))
         grad_scores = (
             weights * (grad @ v.transpose(1, 2) - (grad * result).sum(-1, keepdim=True)) * scale
         )
-        for target, gradient in zip(
+        for target, at, gradient in zip(
             gradients,
+            (span, keys, keys),
             (grad_scores @ k, grad_scores.transpose(1, 2) @ q, weights.transpose(1, 2) @ grad),
             strict=True,
         ):
             groups = gradient.unflatten(0, (target.shape[1], -1)).sum(1)
-            target[span] = groups.transpose(0, 1).to(target.dtype)
+            target[at] = groups.transpose(0, 1).to(target.dtype)
     return tuple(gradients)
 
 

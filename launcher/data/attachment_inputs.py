@@ -14,8 +14,9 @@ from torch import nn
 
 from launcher.data.images import RowImages
 from launcher.data.modality import Arrays, Modality
-from launcher.models.micro_batch import MicroBatch, RowPart
+from launcher.models.micro_batch import MicroBatch
 from launcher.models.record import record_of
+from launcher.models.row_division import RowDivision
 from launcher.models.tower_inputs import form_of
 from launcher.models.towers import takes_attachments, token_types
 from launcher.recipe import schema
@@ -131,7 +132,7 @@ class ModelAttachments:
         return made
 
     def attached(
-        self, micro_batch: MicroBatch, rows: list[Sample], part: RowPart
+        self, micro_batch: MicroBatch, rows: list[Sample], division: RowDivision
     ) -> tuple[MicroBatch, int]:
         """The micro-batch with the input `attachments`: by kind `count`, their number, and what
         `TowerInputs.make` makes of them; or with the arrays of the processor, by the names of the
@@ -145,7 +146,7 @@ class ModelAttachments:
             return micro_batch, 0
         tensors = dict(micro_batch.inputs)
         ids = tensors["input_ids"]
-        mine = part.of(ids.shape[1] * part.parts)
+        mine = division.slice_of(ids.shape[1] * division.size)
         if self.grid:
             tensors["position_ids"] = _with_grid(rows, mine, tensors.get("position_ids"))
         if self.token_types is not None:
@@ -157,7 +158,7 @@ class ModelAttachments:
         for modality in self.modalities:
             given = dict[str, Any]()
             kind = modality.kind
-            if part.parts == 1:
+            if division.size == 1:
                 found = [one.arrays for row in rows for one in _of(row, kind)]
             else:
                 found, given["chosen"] = _of_part(rows, modality, mine)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,8 @@ from launcher.data.attachment_inputs import TEXT_ALONE, ModelAttachments
 from launcher.data.attachment_inputs import Sample as Sample
 from launcher.errors import RecipeError
 from launcher.models.documents import documents_at
-from launcher.models.micro_batch import IGNORED, WHOLE_ROW, Masking, MicroBatch, RowPart
+from launcher.models.micro_batch import IGNORED, Masking, MicroBatch
+from launcher.models.row_division import WHOLE_ROWS, RowDivision
 
 if TYPE_CHECKING:
     from launcher.data.token_store import TokenStore
@@ -106,7 +108,7 @@ class RowInputs:
     masking: Masking = "mask"
     recurrent: bool = False
     """See `ModelTraits`."""
-    part: RowPart = WHOLE_ROW
+    division: RowDivision = WHOLE_ROWS
     """The part of each row that this rank computes."""
     padding: int = 0
     """The model's id for padding."""
@@ -154,7 +156,9 @@ class RowInputs:
             self.attachments.complete(make_sample([(row, np.full(len(row), IGNORED))]), store, own)
             for row, own in zip(ids, pieces, strict=True)
         ]
-        alone = replace(self, length=ids.shape[1], packed=False, part=WHOLE_ROW, width_multiple=1)
+        alone = replace(
+            self, length=ids.shape[1], packed=False, division=WHOLE_ROWS, width_multiple=1
+        )
         return alone.collate(samples)
 
     def collate(self, rows: list[Sample], *, several_documents: bool = False) -> Collated:
@@ -169,12 +173,12 @@ class RowInputs:
             packed=packed,
             masking=self.masking,
             recurrent=self.recurrent,
-            part=self.part,
+            division=self.division,
             width_multiple=self.width_multiple,
         )
         if not self.attachments.modalities:
             return made
-        micro_batch, operations = self.attachments.attached(made.micro_batch, rows, self.part)
+        micro_batch, operations = self.attachments.attached(made.micro_batch, rows, self.division)
         return replace(made, micro_batch=micro_batch, tower_operations=operations)
 
 
@@ -185,7 +189,7 @@ def collate_sequences(
     packed: bool,
     masking: Masking,
     recurrent: bool = False,
-    part: RowPart = WHOLE_ROW,
+    division: RowDivision = WHOLE_ROWS,
     width_multiple: int = 1,
 ) -> Collated:
     """A micro-batch: tensors (rows, tokens), padded on the right to the longest row as in
@@ -207,21 +211,30 @@ def collate_sequences(
     loss.
 
     With context parallelism, the tensors hold this rank's part of the tokens. Positions are those
-    of the whole row, and so are the bounds of documents.
+    of the whole row, and so are the bounds of documents. With a ring there are `divided_rows`, the
+    places of all tokens.
     """
     width = length
     if not packed:
         longest = max(len(row["input_ids"]) for row in rows)
         width = padded_width(longest, length=length, width_multiple=width_multiple)
-    width = -(-width // part.parts) * part.parts
-    mine = part.of(width)
-
-    def own(of_tokens: torch.Tensor) -> torch.Tensor:
-        return of_tokens[:, mine].contiguous() if part.parts > 1 else of_tokens
-
+    width = division.padded(width)
+    starts = [row["position_ids"] for row in rows]
+    several = packed and any(int((row == 0).sum()) > 1 for row in starts)
+    documents = np.arange(len(rows) + 1) * width
+    if several:
+        # Padding is a document of its own: its positions start at 0 again
+        places = np.stack([np.append(row, np.arange(width - len(row))) for row in starts])
+        documents = np.append(np.flatnonzero(places == 0), places.size)
+    # Without packing, recurrent layers take no `documents`, and are not known here
+    of_layers = recurrent or not packed
+    divided = division.place(documents, rows=len(rows), width=width, recurrent=of_layers)
+    own = functools.partial(division.take, divided=divided)
     arguments: dict[str, Any] = {
         "input_ids": own(padded([row["input_ids"] for row in rows], width, 0))
     }
+    if divided is not None:
+        arguments["divided_rows"] = divided
     targets = own(padded([row["targets"] for row in rows], width, IGNORED))
     weights = text_mask = positions = None
     if any("weights" in row for row in rows):
@@ -230,23 +243,24 @@ def collate_sequences(
     lengths = [len(row["input_ids"]) for row in rows]
     if min(lengths) < width:
         text_mask = own(padded([np.ones(count, bool) for count in lengths], width, False))
-    starts = [row["position_ids"] for row in rows]
-    if packed and any(int((row == 0).sum()) > 1 for row in starts):
-        # Padding is a document of its own: its positions start at 0 again
-        places = np.stack([np.append(row, np.arange(width - len(row))) for row in starts])
+    if several:
         arguments["position_ids"] = own(torch.from_numpy(places))
         if recurrent:
             arguments["documents"] = documents_at(places)
         if masking == "varlen":
-            bounds = np.append(np.flatnonzero(places == 0), places.size).astype(np.int32)
+            bounds = documents.astype(np.int32)
             arguments["cu_seq_lens_q"] = arguments["cu_seq_lens_k"] = torch.from_numpy(bounds)
             arguments["max_length_q"] = arguments["max_length_k"] = _rounded_length(bounds, width)
-    elif part.parts > 1:
+    elif division.size > 1:
         arguments["position_ids"] = own(torch.arange(width).expand(len(rows), -1))
     with_target = (targets.flatten() != IGNORED).nonzero()[:, 0]
     if len(with_target) < _MOST_TARGETS * targets.numel():
         positions = with_target
-    return collated(MicroBatch(arguments, targets, positions, weights, text_mask), rows, mine)
+    made = MicroBatch(arguments, targets, positions, weights, text_mask)
+    if division.size == 1:
+        return collated(made, rows)
+    tokens = division.tokens(divided, rows=len(rows), width=width)
+    return collated(made, rows, (tokens < np.array(lengths)[:, None]).sum(1).tolist())
 
 
 def with_positions(made: Collated) -> Collated:
@@ -263,22 +277,26 @@ def _rounded_length(bounds: npt.NDArray[np.int32], width: int) -> int:
     return min(width, max(_SHORTEST, 1 << (longest - 1).bit_length()))
 
 
-def collated(micro_batch: MicroBatch, rows: list[Sample], part: slice = slice(None)) -> Collated:
-    """A micro-batch of these rows, with its sizes; `part` of each row is this rank's."""
+def collated(
+    micro_batch: MicroBatch, rows: list[Sample], tokens: Sequence[int] | None = None
+) -> Collated:
+    """A micro-batch of these rows, with its sizes. This rank has so many tokens of each row; None: all."""
+    if tokens is None:
+        tokens = [len(row["input_ids"]) for row in rows]
     trained, weight = micro_batch.counted, None
     if micro_batch.weights is not None:
         weight = float(micro_batch.weights[trained].double().sum())
     return Collated(
         micro_batch,
-        tokens=sum(len(row["input_ids"][part]) for row in rows),
+        tokens=sum(tokens),
         loss_tokens=int(trained.sum()),
         loss_weight=weight,
-        squared_lengths=sum(squared_lengths(row, part) for row in rows),
+        squared_lengths=sum(map(squared_lengths, rows, tokens)),
     )
 
 
-def squared_lengths(row: Sample, part: slice = slice(None)) -> int:
-    """Sum of the squared lengths of a row's documents; for a part of the row, the part's share of the
+def squared_lengths(row: Sample, tokens: int) -> int:
+    """Sum of the squared lengths of a row's documents; of `tokens` of its tokens, their share of the
     sum."""
     positions = row.get("position_ids")
     count = len(row["input_ids"])
@@ -287,7 +305,7 @@ def squared_lengths(row: Sample, part: slice = slice(None)) -> int:
     else:
         starts = np.append(np.flatnonzero(positions == 0), count)
         whole = int((np.diff(starts) ** 2).sum())
-    return whole * len(row["input_ids"][part]) // max(1, count)
+    return whole * tokens // max(1, count)
 
 
 def padded(rows: list[npt.NDArray[Any]], width: int, value: float) -> torch.Tensor:

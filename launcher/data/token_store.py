@@ -69,7 +69,8 @@ from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.environment import Environment, cache_folder
 from launcher.errors import RecipeError, TrainingError
 from launcher.files import replace_text
-from launcher.models.micro_batch import WHOLE_ROW, Masking, RowPart
+from launcher.models.micro_batch import Masking
+from launcher.models.row_division import WHOLE_ROWS, RowDivision
 from launcher.recipe import schema
 from launcher.reliability.lock import OwnedError, Ownership, Silence, current_owner
 from launcher.sources.finding import content_sample, file_states, find_parts
@@ -114,7 +115,7 @@ class ModelTraits:
     masking: Masking = "mask"
     recurrent: bool = False
     """Whether it takes the argument `documents` (`launcher/models/recurrent.py`)."""
-    part: RowPart = WHOLE_ROW
+    division: RowDivision = WHOLE_ROWS
     """The part of each row that this rank computes."""
     width_multiple: int = 1
     """Rows that are padded to the longest one have a multiple of it as their width, or
@@ -136,7 +137,7 @@ class ModelTraits:
             joined=joined,
             masking=self.masking,
             recurrent=self.recurrent,
-            part=self.part,
+            division=self.division,
             padding=self.padding,
             width_multiple=self.width_multiple,
             attachments=self.attachments,

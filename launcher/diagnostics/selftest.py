@@ -19,7 +19,13 @@ from launcher.console import aligned
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
 from launcher.distributed.process_group import gather
-from launcher.distributed.rank_layout import PARALLEL_SIZES, RankLayout, layout_sizes, sizes_of
+from launcher.distributed.rank_layout import (
+    CONTEXT,
+    PARALLEL_SIZES,
+    RankLayout,
+    layout_sizes,
+    sizes_of,
+)
 from launcher.distributed.spawn import end_process, rank_main
 from launcher.errors import EXIT_DONE, EXIT_NO, EXIT_USAGE, RecipeError
 from launcher.models.build import make_config
@@ -176,7 +182,11 @@ def _strategies(
         size = getattr(own, each.key)
         if size > 1 and ranks % size == 0:
             changed: Any = {each.key: size}
-            strategies[f"fsdp, {each.divides} over {size} ranks"] = replace(fsdp, **changed), None
+            name = f"fsdp, {each.divides} over {size} ranks"
+            if each is CONTEXT and (ring := own.context_parallel_ring) is not None:
+                changed["context_parallel_ring"] = ring
+                name += f" in {ring} groups" if ring > 1 else ""
+            strategies[name] = replace(fsdp, **changed), None
     return strategies
 
 

@@ -307,6 +307,29 @@ class RankLayout(LayoutSizes):
             sizes["tensor"] = self.tensor_parallel_size
         return self._mesh(**sizes).get_group("context")
 
+    def context_groups(
+        self, ring: int
+    ) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """The context parallel ranks that divide the attention heads of the same tokens, which are
+        neighbours, and those that have the same heads of other tokens; None: only this rank. ring: the
+        number of the latter."""
+        if ring == 1:
+            return self.context_parallel_group, None
+        made, heads = self._context_groups, self.context_parallel_size // ring
+        if ring not in made:
+            sizes = {"data": -1, "ring": ring, "heads": heads}
+            if self.tensor_parallel_size > 1:
+                sizes["tensor"] = self.tensor_parallel_size
+            mesh = self._mesh(**sizes)
+            made[ring] = mesh.get_group("heads") if heads > 1 else None, mesh.get_group("ring")
+        return made[ring]
+
+    @cached_property
+    def _context_groups(
+        self,
+    ) -> dict[int, tuple[dist.ProcessGroup | None, dist.ProcessGroup]]:
+        return {}
+
     @cached_property
     def shard_mesh(self) -> DeviceMesh:
         """The ranks over which FSDP shards and replicates parameters: (shard), or (replicate,

@@ -260,9 +260,13 @@ def varlen_forward(
     longest: int,
     scale: float,
     window: tuple[int, int],
+    *,
+    key_bounds: torch.Tensor | None = None,
+    longest_key: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The operator of `varlen_attn`: output, log-sum-exp of scores (heads, tokens), and the state of
-    its random numbers, which the backward pass takes. Without it attention with sinks has a mask."""
+    its random numbers, which the backward pass takes. Without it attention with sinks has a mask, and
+    there is no ring. key_bounds, longest_key: of keys and values; None: those of queries."""
     forward = torch.ops.torch_attn._varlen_attn
     takes_groups = "enable_gqa" in {each.name for each in forward.default._schema.arguments}
     grouped = {"enable_gqa": True} if takes_groups else {}
@@ -271,9 +275,9 @@ def varlen_forward(
         key,
         value,
         bounds,
-        bounds,
+        bounds if key_bounds is None else key_bounds,
         longest,
-        longest,
+        longest if longest_key is None else longest_key,
         False,
         scale,
         list(window),
@@ -294,6 +298,9 @@ def varlen_backward(
     state: torch.Tensor,
     scale: float,
     window: tuple[int, int],
+    *,
+    key_bounds: torch.Tensor | None = None,
+    longest_key: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The operator of its backward pass: the gradients of query, key and value."""
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = (
@@ -305,9 +312,9 @@ def varlen_backward(
             out,
             log_sum,
             bounds,
-            bounds,
+            bounds if key_bounds is None else key_bounds,
             longest,
-            longest,
+            longest if longest_key is None else longest_key,
             False,
             state,
             scale,

@@ -166,13 +166,14 @@ def refuse_other_layers(
     key: str,
     instead: str,
     packed: bool = False,
+    recurrent: bool = False,
 ) -> None:
     """Raises RecipeError, which names `key` and what to do `instead`, if a layer mixes tokens in
     another way than by attention to all earlier tokens of a document or window. packed: rows keep
     their documents apart: recurrent layers compute each by itself, and transformers' masks count
-    chunks in each."""
+    chunks in each. recurrent: the caller checks the recurrent layers that can compute each by itself."""
     name, kinds = type(model).__name__, describe(model).kinds
-    separates = packed and can_separate_documents(model)
+    separates = (packed or recurrent) and can_separate_documents(model)
     others = families.unpackable_layers(kinds, recurrent=separates)
     if others or (is_stateful(model) and not separates):
         others = families.unpackable_layers(kinds, recurrent=False)
@@ -303,7 +304,8 @@ def drop_causal_mask(model: PreTrainedModel, attention: str = "auto") -> None:
     known, config = text is config or has_other_inputs(config), text
     both_ways = getattr(config, "use_bidirectional_attention", False)
     causal = getattr(config, "is_causal", True) and not both_ways
-    if not known or not causal or not layers <= {"full_attention", "sliding_attention"}:
+    attending = {kind for kind in layers if layer_kind(kind).attends}
+    if not known or not causal or not attending <= {"full_attention", "sliding_attention"}:
         return
     slides = "sliding_attention" in layers or largest_of_layers(config, "sliding_window") > 0
     _use_varlen(

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,6 +30,7 @@ from launcher.models.pipeline import (
     stages_of,
 )
 from launcher.models.record import record_of
+from launcher.models.row_division import RowDivision
 from launcher.models.tensor_parallel import PlannedMesh, check_layers, divide_layers
 
 if TYPE_CHECKING:
@@ -79,25 +79,27 @@ class Division(ABC):
 class Rows(Division):
     """Context parallelism: each rank computes a part of each row."""
 
-    group: dist.ProcessGroup
+    rows: RowDivision
     sequence_length: int
     tensor_parallel_size: int
     """Each rank has the heads of one of so many parts of the layers."""
     missing_for_varlen: str | None
-    """The result of the function of this name, for a message."""
+    missing_for_ring: str | None
+    """The results of the functions of these names, for messages."""
     whole_layers = True
 
     def check(self, model: PreTrainedModel) -> None:
         check_rows(
             model,
-            self.group.size(),
+            self.rows,
             sequence_length=self.sequence_length,
             tensor_parallel_size=self.tensor_parallel_size,
             missing_for_varlen=self.missing_for_varlen,
+            missing_for_ring=self.missing_for_ring,
         )
 
     def divide(self, model: PreTrainedModel, divided: Divided) -> None:
-        divide_rows(model, self.group)
+        divide_rows(model, self.rows)
 
 
 @dataclass
@@ -167,9 +169,11 @@ class Stages(Division):
 
 def divisions_of(
     ranks: RankLayout,
+    rows: RowDivision,
     *,
     sequence_length: int,
     missing_for_varlen: str | None,
+    missing_for_ring: str | None,
     stages_of_rank: int,
     pipeline_blocks: Sequence[int] | None,
     dtype: torch.dtype,
@@ -181,8 +185,7 @@ def divisions_of(
     # have
     if stage.context_parallel_size > 1:
         size = stage.tensor_parallel_size
-        group = stage.context_parallel_group
-        found.append(Rows(group, sequence_length, size, missing_for_varlen))
+        found.append(Rows(rows, sequence_length, size, missing_for_varlen, missing_for_ring))
     if stage.expert_parallel_size > 1:
         mesh = stage.expert_parallel_mesh["expert"]
         found.append(Experts(mesh, stage.same_experts_mesh))

@@ -11,8 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from launcher.models.row_division import DividedRows
+
 _MOST_PADDING = 2
 """A batch of documents has at most this many times their tokens."""
+_ARGUMENTS = ("documents", "divided_rows")
 
 
 class Documents(NamedTuple):
@@ -65,22 +68,37 @@ def _groups(lengths: npt.NDArray[np.int64]) -> list[list[int]]:
 
 
 class DocumentsOfCall:
-    """The documents of the rows that a model computes at present, which its recurrent layers share;
+    """Where the documents of the rows are that a model computes at present, which its layers share;
     None between two calls of the model."""
 
     def __init__(self) -> None:
+        self.by_document = False
+        """Whether recurrent layers compute each document by itself."""
         self.documents: Documents | None = None
+        self.divided: DividedRows | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> DocumentsOfCall:
+        """What the layers of a model shall share, which takes the arguments from now on."""
+        call = cls()
+        model.register_forward_pre_hook(call.receive, with_kwargs=True)
+        model.register_forward_hook(call.forget, always_call=True)
+        return call
+
+    def __deepcopy__(self, memo: object) -> DocumentsOfCall:
+        return self  # a copied model has the attention of the first one, which reads it
 
     def receive(
         self, model: nn.Module, args: Sequence[Any], inputs: dict[str, Any]
     ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """A hook before the model's forward method: takes `documents` from its arguments."""
-        self.documents = inputs.get("documents")
-        return args, {name: value for name, value in inputs.items() if name != "documents"}
+        """A hook before the model's forward method: takes `documents` and `divided_rows` from its
+        arguments."""
+        self.documents, self.divided = inputs.get("documents"), inputs.get("divided_rows")
+        return args, {name: value for name, value in inputs.items() if name not in _ARGUMENTS}
 
     def forget(self, *call: object) -> None:
         """A hook after the model's forward method."""
-        self.documents = None
+        self.documents = self.divided = None
 
     def recomputation(self) -> AbstractContextManager[None]:
         """For activation checkpointing, in the forward pass of a block: the context in which the
@@ -92,11 +110,12 @@ class _SameDocuments(AbstractContextManager[None]):
     """It may be entered several times, as `retain_graph` does."""
 
     def __init__(self, call: DocumentsOfCall) -> None:
-        self._call, self._documents = call, call.documents
-        self._before: Documents | None = None
+        self._call, self._own = call, (call.documents, call.divided)
+        self._before: tuple[Documents | None, DividedRows | None] = None, None
 
     def __enter__(self) -> None:
-        self._before, self._call.documents = self._call.documents, self._documents
+        self._before = self._call.documents, self._call.divided
+        self._call.documents, self._call.divided = self._own
 
     def __exit__(self, *error: object) -> None:
-        self._call.documents = self._before
+        self._call.documents, self._call.divided = self._before

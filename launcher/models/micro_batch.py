@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import torch
@@ -18,21 +18,6 @@ IGNORED = -100
 Masking = Literal["mask", "varlen"]
 """How attention keeps the documents of a row apart. mask: the model makes a mask from position_ids.
 varlen: attention receives the bounds of the documents."""
-
-
-class RowPart(NamedTuple):
-    """The part of each row that a rank computes (strategy.context_parallel_size)."""
-
-    number: int = 0
-    parts: int = 1
-
-    def of(self, tokens: int) -> slice:
-        """The tokens of this part, of a row of `tokens`, a multiple of `parts`."""
-        size = tokens // self.parts
-        return slice(self.number * size, (self.number + 1) * size)
-
-
-WHOLE_ROW = RowPart()
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,9 @@ class ModelRecord:
     masking: Masking = "mask"
     """How attention keeps the documents of a packed row apart."""
     documents: DocumentsOfCall | None = None
-    """What recurrent layers share that compute each document of a packed row by itself. The model
-    takes the argument `documents` then."""
+    """What layers share that need to know where documents are: recurrent ones that compute each document
+    of a packed row by itself, and those of divided rows. The model takes the arguments `documents` and
+    `divided_rows` then."""
     towers: Towers | None = None
     """What computes attachments, if rows have some."""
     head: Head | None = None
@@ -64,7 +65,7 @@ class ModelRecord:
     @property
     def recurrent(self) -> bool:
         """Whether recurrent layers compute each document of a packed row by itself."""
-        return self.documents is not None
+        return self.documents is not None and self.documents.by_document
 
 
 def whole_model(model: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial, wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -62,13 +62,21 @@ def separate_documents(model: PreTrainedModel, device: torch.device) -> Document
     what the layers share; None: nothing has changed."""
     if not can_separate_documents(model):
         return None
-    call, layers = DocumentsOfCall(), recurrent_layers(model).values()
+    call, layers = DocumentsOfCall.of(model), recurrent_layers(model).values()
+    call.by_document = True
     in_kernels = device.type == "cuda" and all(map(_kernels_take_bounds, layers))
-    model.register_forward_pre_hook(call.receive, with_kwargs=True)
-    model.register_forward_hook(call.forget, always_call=True)
     for layer in layers:
         layer.forward = partial(_by_document, layer.forward, call, in_kernels)
     return call
+
+
+def separated(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a layer's tokens that computes each document by itself if the layer does so. With
+    kernels it also takes the bounds of documents."""
+    own: Any = layer.forward
+    if isinstance(own, partial) and own.func is _by_document:
+        return partial(_by_document, forward, *own.args[1:])
+    return forward
 
 
 def use_operators_without_values(model: nn.Module) -> None:

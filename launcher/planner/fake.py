@@ -86,6 +86,9 @@ def replaced_for_tracing(
         replaced.set(storage, "resize_", recorded_resize)
         # Stages of a pipeline keep what they send until it is received
         replaced.set(dist, "isend", lambda tensor, **where: _Received())
+        # A ring keeps what it sends until the next step
+        replaced.set(dist, "P2POp", lambda operation, tensor, **where: tensor)
+        replaced.set(dist, "batch_isend_irecv", lambda operations: [_Received()])
         yield
 
 

@@ -43,7 +43,7 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
 from launcher.training.loop import Update, train_steps
-from launcher.training.model import prepare_model, row_part
+from launcher.training.model import prepare_model
 
 PHASES = ("forward", "backward", "optimizer")
 STEPS = 3
@@ -273,7 +273,9 @@ def _train(recipe: Recipe, ranks: RankLayout, mark: Callable[[str], None], *, st
     device, sizes = ranks.device, dict[str, object]()
     random = with_random_weights(recipe, compile=recipe.model.compiles)
     prepared = prepare_model(random, device=device)
-    data = prepared.synthetic_data(recipe.data, recipe.batch, row_part(ranks))
+    data = prepared.synthetic_data(
+        recipe.data, recipe.batch, prepared.row_division(recipe.strategy, ranks)
+    )
     wrapped = prepared.wrap(random, ranks)
     optimizer = prepared.make_optimizer(wrapped, recipe)
     count = min(MICRO_BATCHES, micro_batches_of(recipe, ranks=ranks.size))

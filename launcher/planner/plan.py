@@ -25,7 +25,7 @@ from launcher.planner.machine import Machine
 from launcher.planner.memory import HostMemory, Moment, Plan, StepMemory
 from launcher.planner.profile import ModelProfile, original_model, profile_model
 from launcher.planner.recipe_values import cache_key, micro_batches_of, with_random_weights
-from launcher.planner.speed import estimate_time
+from launcher.planner.speed import estimate_time, ring_exchange
 from launcher.planner.trace import UntraceableError, trace_step, with_compiled_blocks
 from launcher.planner.work import Work, state_bytes
 from launcher.recipe.schema import Recipe
@@ -67,7 +67,7 @@ def make_plan(recipe: Recipe, machine: Machine, *, stages: bool = True) -> Plan:
     profile = profile_model(recipe, device=machine.device)
     work = Work(profile, recipe, ranks=machine.ranks)
     estimated = estimated_plan(work, machine)
-    notes = (*estimated.notes, *_experts_note(work, machine))
+    notes = (*estimated.notes, *_experts_note(work, machine), *_ring_note(work, machine))
     notes += (*_teacher_note(recipe, machine),)
     if work.pipeline and not stages:
         note = "estimated, good to some 25 %: the stages of the pipeline were not traced"
@@ -309,6 +309,25 @@ def _experts_note(work: Work, machine: Machine) -> Iterator[str]:
         f"without strategy.expert_parallel_size: {strategy.expert_parallel_size} the peak of "
         f"tensors would be {peak_whole} instead of {peak}, and in each step compute would wait "
         f"{wait_whole} s for communication instead of {wait} s (both estimated)"
+    )
+
+
+def _ring_note(work: Work, machine: Machine) -> Iterator[str]:
+    """A note on what the groups of a ring exchange."""
+    if (ring := ring_exchange(work, machine)) is None:
+        return
+    recurrent = work.profile.recurrent
+    layers = sum(not each for each in recurrent) if recurrent else len(work.profile.block_classes)
+    again = sum(work.recomputed) / max(1, len(work.recomputed))
+    wait = layers * work.micro_batches * ((1 + again) * ring.wait + ring.wait_backward)
+    waits = "compute does not wait for them"
+    if wait:
+        waits = f"compute waits {two_digits(wait)} s of a step for them"
+    heads = f"{work.heads_ranks} ranks divide the heads, and " if work.heads_ranks > 1 else ""
+    yield (
+        f"{heads}{work.ring} groups of tokens exchange keys and values: in the attention of a layer a "
+        f"rank sends at most {bytes_as_text(round(ring.sent))} in a forward pass, and twice as much in "
+        f"a backward pass; {waits} (estimated for rows of one document; several, and windows, need less)"
     )
 
 

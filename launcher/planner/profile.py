@@ -22,12 +22,14 @@ from launcher.models.description import (
     layer_configs,
     text_config,
 )
+from launcher.models.divided_recurrent import exchanged_features
 from launcher.models.experts import find_experts
 from launcher.models.head import computes_loss
 from launcher.models.nf4 import shapes
 from launcher.models.pipeline import balanced, check_stages, ranges_of
 from launcher.models.precision import computes_in_float32
 from launcher.models.record import record_of
+from launcher.models.recurrent import recurrent_layers
 from launcher.models.tensor_parallel import (
     PlannedMesh,
     check_layers,
@@ -236,6 +238,11 @@ class ModelProfile:
     """Width of the logits; 0 without a language model's head."""
     heads: tuple[int, int]
     """Number of attention heads, size of each; zeros where they are not known."""
+    key_heads: int = 0
+    """Number of heads of keys and values."""
+    recurrent: tuple[int, ...] = ()
+    """For each block, the features of a token that context parallel ranks exchange in its recurrent
+    layers, of values of the compute dtype; 0: it has attention. Empty: all have attention."""
     packed_attention: bool
     """Whether all layers that mix tokens are attention by the kernel for packed documents."""
     experts: int
@@ -322,6 +329,7 @@ def profile_of_blocks(
     return dataclasses.replace(
         profile,
         block_classes=tuple(profile.block_classes[index] for index in blocks),
+        recurrent=tuple(profile.recurrent[index] for index in blocks) if profile.recurrent else (),
         embedding=profile.embedding if first else empty,
         root=profile.root if last or (first and tied) else empty,
         unused=profile.unused if first else empty,
@@ -403,14 +411,18 @@ def profile_of_shapes(prepared: PreparedModel, recipe: Recipe, *, device: Device
     check_layers(model, size)
     divide_layers(model, PlannedMesh(size))
     part = _profile_of_shapes(prepared, model, recipe, device=device)
-    heads, head_size = whole.heads
+    (heads, head_size), key_heads = whole.heads, whole.key_heads
     if divides_attention(find_layers(model)):
-        heads //= size
+        heads, key_heads = heads // size, max(1, key_heads // size)
     head, vocabulary = embeddings(model)[1], part.vocabulary
     if head is not None:
         vocabulary = min(vocabulary, len(head.weight))
     return dataclasses.replace(
-        part, heads=(heads, head_size), vocabulary=vocabulary, undivided=whole
+        part,
+        heads=(heads, head_size),
+        key_heads=key_heads,
+        vocabulary=vocabulary,
+        undivided=whole,
     )
 
 
@@ -463,6 +475,8 @@ def _profile_of_shapes(
         hidden=hidden,
         vocabulary=_logits_per_token(recipe, prepared),
         heads=(heads, head_size),
+        key_heads=largest_of_layers(config, "num_key_value_heads") or heads,
+        recurrent=tuple(map(exchanged_features, units)) if recurrent_layers(model) else (),
         packed_attention=record_of(prepared.model).masking == "varlen",
         experts=experts_of_token(config) or 1,
         saved={},

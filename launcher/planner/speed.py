@@ -175,13 +175,7 @@ def _time_of_pipeline(work: Work, machine: Machine) -> StepTime:
 
 def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
     """Seconds of forward, backward and recomputation of one micro-batch."""
-    rates = machine.rates
-    rate = (
-        rates.half_flops
-        if work.size == 2
-        else _float32_flops(work.recipe.run.float32_matmul, machine)
-    )
-
+    rates, rate = machine.rates, _product_rate(work, machine)
     compiled = work.recipe.model.compiles
     savings = (FUSED_MOVED, FUSED_LAUNCHES) if compiled else (1.0, 1.0)
     checkpointing = work.recipe.activation_checkpointing
@@ -223,6 +217,13 @@ def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
         sum(block[1] for block in blocks) + root[1] + loss,
         again + (root[0] if work.chunked and not work.kept_logits else 0.0),
     )
+
+
+def _product_rate(work: Work, machine: Machine) -> float:
+    """Floating-point operations of matrix products a second."""
+    if work.size == 2:
+        return machine.rates.half_flops
+    return _float32_flops(work.recipe.run.float32_matmul, machine)
 
 
 def _float32_flops(float32_matmul: str, machine: Machine) -> float:
@@ -295,18 +296,26 @@ def _network(work: Work, machine: Machine) -> tuple[float, float]:
 
 
 def _exchanges(work: Work, machine: Machine) -> tuple[float, float]:
-    """Seconds in which context parallel ranks exchange queries, keys, values and results, expert
-    parallel ranks tokens and results (evenly), and tensor parallel ranks sum the results of
-    attention and of the network after it, in a step's forward and backward passes. Compute waits
-    for them."""
+    """Seconds in which context parallel ranks exchange queries, keys, values and results, or what
+    recurrent layers compute of, expert parallel ranks tokens and results (evenly), and tensor parallel
+    ranks sum the results of attention and of the network after it, in a step's forward and backward
+    passes. Compute waits for them. Also the seconds for which it waits for keys of a ring."""
     profile, tokens, forward, backward = work.profile, work.size * work.tokens, 0.0, 0.0
     heads, head_size = profile.heads
-    attention = 4.0 * tokens * heads * head_size, work.strategy.context_parallel_size, 4
+    # Keys and values have copies for ranks without a head of their own
+    features = 2.0 * head_size * (heads + max(profile.key_heads, work.heads_ranks))
+    attention = tokens * features, work.heads_ranks, 4
+    ring = ring_exchange(work, machine)
     experts = 2.0 * tokens * profile.experts * profile.hidden, work.expert_ranks, 3
     sums = 2 * 2.0 * tokens * profile.hidden, work.tensor_ranks, 2  # an all-reduce moves it twice
     blocks = work.gathered[len(profile.tower.blocks) : -2]
-    for group, twice in zip(blocks, work.recomputed, strict=True):
-        exchanged = (attention, experts, sums) if group.has_experts else (attention, sums)
+    recurrent = profile.recurrent or (0,) * len(blocks)
+    for group, twice, of_token in zip(blocks, work.recomputed, recurrent, strict=True):
+        mixed = (tokens * float(of_token), work.context_ranks, 2) if of_token else attention
+        exchanged = (mixed, experts, sums) if group.has_experts else (mixed, sums)
+        if ring is not None and not of_token:
+            forward += work.micro_batches * ring.wait
+            backward += work.micro_batches * (ring.wait_backward + twice * ring.wait)
         for moved, ranks, calls in exchanged:
             sharing = machine.gpus_per_node if ranks > machine.gpus_per_node else 1
             once = work.micro_batches * _collective(
@@ -314,6 +323,44 @@ def _exchanges(work: Work, machine: Machine) -> tuple[float, float]:
             )
             forward, backward = forward + once, backward + (1 + twice) * once
     return forward, backward
+
+
+@dataclass(frozen=True)
+class RingExchange:
+    """What a rank does in the attention of a layer for a micro-batch, if its rows are one document each:
+    with several, or with windows, there are fewer keys to send. Seconds."""
+
+    sent: float
+    """Bytes of keys and values that it sends in the forward pass. In the backward pass it sends them
+    again, and as many bytes of gradients."""
+    wait: float
+    """For which compute waits for them in the forward pass."""
+    wait_backward: float
+
+
+def ring_exchange(work: Work, machine: Machine) -> RingExchange | None:
+    """None: the ranks are no ring.
+
+    A group has g tokens of a row of `ring` g tokens. In each of ring - 1 steps its busiest rank sends all
+    keys of the group for the key heads that it has, while attention computes half of the pairs of g
+    queries and g keys: a late piece sees two earlier ones, or two pieces see an early one.
+    """
+    if work.ring == 1:
+        return None
+    (heads, size), ranks, steps = work.profile.heads, work.heads_ranks, work.ring - 1
+    tokens = work.recipe.data.row_length / work.ring
+    key_heads = max(work.profile.key_heads, ranks) / ranks
+    moved = work.size * work.whole_rows * tokens * key_heads * 2 * size
+    operations = 2 * work.whole_rows * tokens**2 * size * heads / ranks
+    compute = operations / (ATTENTION * _product_rate(work, machine))
+    sharing = machine.gpus_per_node if work.context_ranks > machine.gpus_per_node else 1
+    # Of two ranks, each sends half of what both have
+    once = _collective(2 * moved, 2, machine, 1, sharing=sharing, ring=False)
+    return RingExchange(
+        sent=steps * moved,
+        wait=steps * max(0.0, once - compute),
+        wait_backward=steps * max(0.0, 2 * once - ATTENTION_BACKWARD * compute),
+    )
 
 
 def _collective(

@@ -61,7 +61,7 @@ from launcher.strategies.fsdp import Fsdp
 from launcher.strategies.pipeline import passes_in_flight, schedule
 from launcher.training.fake_tensors import Replacements, ShapesMode
 from launcher.training.loop import Update, train_steps
-from launcher.training.model import PreparedModel, row_part
+from launcher.training.model import PreparedModel
 from launcher.training.operators import shapes_of
 
 EDGE = 2
@@ -197,7 +197,9 @@ def _run(
     """Trains two steps. `only_update`: with gradients of zeros instead of forward and backward
     passes."""
     ranks = ranks.with_sizes(recipe.strategy)
-    data = prepared.synthetic_data(recipe.data, recipe.batch, row_part(ranks))
+    data = prepared.synthetic_data(
+        recipe.data, recipe.batch, prepared.row_division(recipe.strategy, ranks)
+    )
     fake = ShapesMode()
 
     def init_fn(model: nn.Module, parameters: torch.device, buffers: torch.device) -> None:

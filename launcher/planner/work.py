@@ -16,6 +16,7 @@ from launcher.data.batching import rows_of
 from launcher.distributed.rank_layout import layout_sizes
 from launcher.models.head import chunk_width
 from launcher.models.nf4 import AT_ONCE
+from launcher.models.row_division import rings_that_fit
 from launcher.optimizers.offload import BUCKET
 from launcher.planner.profile import ModelProfile, WeightGroup, profile_of_blocks, stages_of_profile
 from launcher.planner.recipe_values import micro_batches_of
@@ -154,8 +155,14 @@ class Work:
         sizes = layout_sizes(strategy, ranks=ranks)
         # Size of a full micro-batch: this rank's part of rows that context parallel ranks compute
         rows = rows_of(recipe.batch, row_length=length)
-        self.rows = rows / sizes.context_parallel_size
+        self.whole_rows, self.rows = rows, rows / sizes.context_parallel_size
         self.tokens = rows * length // sizes.context_parallel_size
+        # Ranks that divide attention heads, and their groups, which exchange keys and values
+        self.context_ranks, self.ring = sizes.context_parallel_size, 1
+        if self.context_ranks > 1:
+            fits = rings_that_fit(self.context_ranks, max(1, profile.heads[0]))
+            self.ring = strategy.context_parallel_ring or (fits[0] if profile.heads[0] else 1)
+        self.heads_ranks = self.context_ranks // self.ring
         self.micro_batches = micro_batches_of(recipe, ranks=ranks)
         sync = strategy.sync_every_micro_batch
         every = not self.ddp if sync == "auto" else sync

@@ -85,6 +85,7 @@ def _of_attachments(section: str) -> tuple[Needs, ...]:
 _FLOAT8 = "strategy.mixed_precision.float8"
 _OFFLOADED_STATE = "strategy.cpu_offload.what strategy.cpu_offload.optimizer_path"
 _CONTEXT = "strategy.context_parallel_size"
+_RING = "strategy.context_parallel_ring"
 _EXPERT = "strategy.expert_parallel_size"
 _TENSOR = "strategy.tensor_parallel_size"
 _PIPELINE = "strategy.pipeline_parallel_size"
@@ -718,6 +719,13 @@ def _groups(recipe: Recipe, ranks: int | None) -> Found:
 
 def _context(recipe: Recipe, ranks: int | None) -> Found:
     size, length = recipe.strategy.context_parallel_size, recipe.data.sequence_length
+    ring = recipe.strategy.context_parallel_ring
+    if ring is not None and ring > 1 == size:
+        yield _RING, f"needs-{_CONTEXT}", f"needs {_CONTEXT} above 1"
+    elif ring is not None and size % ring:
+        divisors = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0)
+        what = f"{ring} does not divide {size} ({_CONTEXT}); try one of {divisors}"
+        yield _RING, "does-not-divide", what
     if isinstance(length, AutoInt):  # chosen to be one
         return
     if length % size and (ranks or 0) % size == 0:  # else `_groups` refuses the size

@@ -464,6 +464,10 @@ class Strategy(Section):
     context_parallel_size: PositiveInt = 1
     """Context parallel ranks: each computes a part of the tokens of the same sequences and, in
     attention, a part of the heads (Ulysses). fsdp shards parameters over them too. 1: off."""
+    context_parallel_ring: PositiveInt | None = None
+    """Groups of context parallel ranks that have different tokens also in attention, and exchange keys
+    and values (ring attention). Only the ranks of a group divide the heads. null: as few groups as
+    the model's heads allow."""
     expert_parallel_size: PositiveInt = 1
     """fsdp: expert parallel ranks, which hold different experts of each layer; tokens are sent to
     their experts. The other parameters are sharded over them. 1: off."""

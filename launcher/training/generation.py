@@ -21,10 +21,10 @@ from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError, RowError
-from launcher.models.context_parallel import whole_rows
 from launcher.models.hugging_face_files import end_ids
 from launcher.models.micro_batch import IGNORED
 from launcher.models.predictions import logits
+from launcher.models.row_division import whole_rows
 from launcher.models.towers import features_kept
 from launcher.recipe import schema
 from launcher.recipe.functions import import_function

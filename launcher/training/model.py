@@ -30,7 +30,7 @@ from launcher.models.changes import (
     change_forward,
     change_weights,
 )
-from launcher.models.context_parallel import check_context_parallel
+from launcher.models.context_parallel import check_context_parallel, ring_of
 from launcher.models.description import (
     ModelDescription,
     describe,
@@ -38,10 +38,11 @@ from launcher.models.description import (
     parts_without_text,
 )
 from launcher.models.division import Divided, check_all, divisions_of
-from launcher.models.micro_batch import WHOLE_ROW, RowPart
 from launcher.models.names import clean_name
 from launcher.models.precision import computes_in_float32, kept_in_float32, mixes_dtypes
-from launcher.models.record import record_of
+from launcher.models.record import record_of, whole_model
+from launcher.models.ring import missing_for_ring
+from launcher.models.row_division import WHOLE_ROWS, RowDivision, whole_rows
 from launcher.models.tower_inputs import is_of_tower
 from launcher.models.towers import tower_blocks, unused_modules
 from launcher.objectives.base import Objective
@@ -71,11 +72,6 @@ def width_multiple(device: torch.device) -> int:
     return GPU_WIDTH_MULTIPLE if device.type == "cuda" else 1
 
 
-def row_part(ranks: RankLayout) -> RowPart:
-    """The part of each row that this rank computes."""
-    return RowPart(ranks.context_parallel_rank, ranks.context_parallel_size)
-
-
 @dataclass(frozen=True)
 class PreparedModel:
     """A model on the meta device, ready to be wrapped by a strategy."""
@@ -90,6 +86,8 @@ class PreparedModel:
     """Whether several documents share a row."""
     missing_for_varlen: str | None
     """See the function of this name. None if no row is packed."""
+    missing_for_ring: str | None
+    """See the function of this name."""
     units: list[Unit]
     """The units of FSDP beside the blocks: modules that are never called; embedding, norm and head, which
     otherwise are parts of the root."""
@@ -104,6 +102,13 @@ class PreparedModel:
     def description(self) -> ModelDescription:
         """What the model consists of."""
         return describe(self.model)
+
+    def row_division(self, strategy: schema.Strategy, ranks: RankLayout) -> RowDivision:
+        """How the ranks divide rows, and which part this rank computes. Every rank must call this."""
+        size, tensor = ranks.context_parallel_size, ranks.tensor_parallel_size
+        ring = strategy.context_parallel_ring
+        found = ring_of(whole_model(self.model), size, ring, tensor_parallel_size=tensor)
+        return RowDivision.of(ranks, found)
 
     def wrap(
         self,
@@ -122,8 +127,10 @@ class PreparedModel:
             head.keep_logits = recipe.model.keeps_logits
         divisions = divisions_of(
             ranks,
+            rows := self.row_division(recipe.strategy, ranks),
             sequence_length=recipe.data.row_length,
             missing_for_varlen=self.missing_for_varlen,
+            missing_for_ring=self.missing_for_ring,
             stages_of_rank=recipe.strategy.stages_of_rank,
             pipeline_blocks=recipe.strategy.pipeline_blocks,
             dtype=self.compute_dtype,
@@ -134,7 +141,7 @@ class PreparedModel:
         for division in divisions:
             if division.whole_layers:
                 division.divide(model, divided)
-        kept = self._kept(recipe, ranks.stage, one_rank=one_rank)
+        kept = self._kept(recipe, ranks.stage, rows, one_rank=one_rank)
         for division in divisions:
             if not division.whole_layers:
                 division.divide(model, divided)
@@ -164,7 +171,9 @@ class PreparedModel:
             Pipeline(divided.stages, schedule=schedule).attach(wrapped)
         return wrapped
 
-    def _kept(self, recipe: Recipe, ranks: RankLayout, *, one_rank: bool) -> dict[str, Kept] | None:
+    def _kept(
+        self, recipe: Recipe, ranks: RankLayout, rows: RowDivision, *, one_rank: bool
+    ) -> dict[str, Kept] | None:
         """What the budget of activation checkpointing keeps of each block; None without a budget."""
         checkpointing = recipe.activation_checkpointing
         if checkpointing is None or checkpointing.budget is None:
@@ -175,7 +184,7 @@ class PreparedModel:
         return operators_to_keep(
             self.model,
             self.description.blocks,
-            self.synthetic_data(recipe.data, recipe.batch, row_part(ranks)),
+            self.synthetic_data(recipe.data, recipe.batch, rows),
             budget=checkpointing.budget,
             dtype=self.compute_dtype,
             autocast=recipe.strategy.kind == "ddp" and not one_rank,
@@ -207,7 +216,7 @@ class PreparedModel:
         self,
         data: schema.Data,
         batch: schema.Batch,
-        part: RowPart = WHOLE_ROW,
+        division: RowDivision = WHOLE_ROWS,
         documents: int = 2,
     ) -> SyntheticData:
         """Makes micro-batches without the data, as full as the recipe's micro-batches can be, also
@@ -221,14 +230,14 @@ class PreparedModel:
                 classes=describe(self.model).classes,
                 masking=record_of(self.model).masking,
                 recurrent=record_of(self.model).recurrent,
-                part=part,
+                division=division,
                 attachments=self.planned,
             ),
             packed=self.packed,
             documents=documents,
         )
 
-    def check_logits(self, wrapped: WrappedModel, ranks: RankLayout) -> None:
+    def check_logits(self, wrapped: WrappedModel, ranks: RankLayout, rows: RowDivision) -> None:
         """Raises RecipeError if the documents of a packed row are not kept apart, or if context
         parallel ranks compute other logits than a rank that has the whole row. Every rank must call
         this."""
@@ -243,13 +252,12 @@ class PreparedModel:
         checks = list[Callable[[nn.Module], None]]()
         masking, recurrent = record_of(self.model).masking, record_of(self.model).recurrent
         if self.packed and (masking == "mask" or recurrent):
+            isolation = functools.partial(check_isolation, masking=masking, recurrent=recurrent)
+            checks.append(whole_rows()(functools.partial(isolation, **options)))
+        if rows.size > 1:
+            group = ranks.group
             checks.append(
-                functools.partial(check_isolation, masking=masking, recurrent=recurrent, **options)
-            )
-        if ranks.context_parallel_size > 1:
-            group, part = ranks.group, row_part(ranks)
-            checks.append(
-                functools.partial(check_context_parallel, group=group, part=part, **options)
+                functools.partial(check_context_parallel, group=group, rows=rows, **options)
             )
         for check in checks:
             with wrapped.evaluating():
@@ -346,6 +354,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         compute_dtype=dtype,
         packed=packed,
         missing_for_varlen=missing_for_varlen(model, device, dtype) if packed else None,
+        missing_for_ring=missing_for_ring(model, device, dtype),
         units=[
             *(Unit((module,), called=False) for module in unused_modules(model)),
             *(outer_units(model, blocks) if transform is not None else ()),

@@ -52,7 +52,6 @@ from launcher.training.model import (
     PreparedModel,
     prepare_model,
     prepare_teacher,
-    row_part,
     width_multiple,
 )
 
@@ -179,6 +178,10 @@ def assemble(
     ranks = ranks.with_sizes(recipe.strategy)
     prepared = prepared or prepare_model(recipe, device=ranks.device)
     model, objective = prepared.model, prepared.objective
+    rows = prepared.row_division(recipe.strategy, ranks)
+    if rows.ring > 1 and ranks.rank == 0:
+        each = f"{rows.heads} ranks that divide the heads" if rows.heads > 1 else "one rank"
+        logger.info(f"rows: {rows.ring} groups exchange keys and values, each of {each}")
     heartbeat("data")
     data = open_run_data(
         recipe.data,
@@ -192,7 +195,7 @@ def assemble(
             padding=padding_id(model),
             masking=record_of(prepared.model).masking,
             recurrent=record_of(prepared.model).recurrent,
-            part=row_part(ranks),
+            division=rows,
             width_multiple=width_multiple(ranks.device),
             attachments=prepared.attachments,
         ),
@@ -216,7 +219,7 @@ def assemble(
         data = computed
     heartbeat("strategy")
     wrapped = prepared.wrap(recipe, ranks)
-    prepared.check_logits(wrapped, ranks)
+    prepared.check_logits(wrapped, ranks, rows)
     if recipe.model.router_balance == "global_batch":
         record_of(model).router_balance = router_balance(model, ranks)
     if recipe.model.task != "causal_lm" and wants_balance(model):
@@ -251,7 +254,7 @@ def assemble(
 def _load_teacher(recipe: Recipe, prepared: PreparedModel, ranks: RankLayout) -> WrappedModel:
     teacher = prepare_teacher(recipe, prepared, device=ranks.device)
     wrapped = teacher.wrap(replace(recipe, activation_checkpointing=None), ranks)
-    teacher.check_logits(wrapped, ranks)
+    teacher.check_logits(wrapped, ranks, teacher.row_division(recipe.strategy, ranks))
     return wrapped
 
 

@@ -30,7 +30,8 @@ from launcher.data.placing import source_of
 from launcher.data.streaming import StreamingDataset, StreamOrder
 from launcher.data.token_store import ModelTraits, open_store
 from launcher.errors import RecipeError, RowError
-from launcher.models.micro_batch import IGNORED, RowPart
+from launcher.models.micro_batch import IGNORED
+from launcher.models.row_division import RowDivision
 from launcher.models.tower_inputs import PatchGrid, TowerInputs
 from launcher.objectives.next_token import NextToken
 from launcher.objectives.preference import Preference
@@ -475,7 +476,9 @@ def test_parts_of_rows_have_the_features_of_their_tokens(folder, parts, packing)
     samples, few = [dataset[index] for index in range(len(dataset))], []
     whole = contents(inputs.collate(samples).micro_batch)
     of_parts = [
-        contents(replace(inputs, part=RowPart(number, parts)).collate(samples).micro_batch)
+        contents(
+            replace(inputs, division=RowDivision(parts, rank=number)).collate(samples).micro_batch
+        )
         for number in range(parts)
     ]
     for name in ("input_ids", "targets"):

@@ -20,7 +20,8 @@ from launcher.data.loader import expected_padding
 from launcher.data.opening import open_dataset
 from launcher.data.token_store import ModelTraits
 from launcher.distributed.rank_layout import RankLayout
-from launcher.models.micro_batch import IGNORED, RowPart
+from launcher.models.micro_batch import IGNORED
+from launcher.models.row_division import WHOLE_ROWS, RowDivision
 from launcher.objectives.classification import collate_classified
 from launcher.objectives.loss import summed_loss
 from launcher.objectives.masked import collate_masked
@@ -64,8 +65,8 @@ def test_every_kind_of_row_is_padded_to_a_multiple(longest, width):
     for collated in found:
         assert collated.micro_batch.inputs["input_ids"].shape == (3, width)
         assert collated.tokens == longest + 2
-    part = RowPart(2, 4)
-    shared = collate_sequences(rows, packed=False, masking="mask", part=part, **options)
+    division = RowDivision(4, rank=2)
+    shared = collate_sequences(rows, packed=False, masking="mask", division=division, **options)
     assert shared.micro_batch.inputs["input_ids"].shape == (3, width // 4)
     packed = collate_sequences(rows, packed=True, masking="mask", **options)
     assert packed.micro_batch.inputs["input_ids"].shape == (3, LENGTH)
@@ -171,6 +172,7 @@ def test_a_run_on_gpus_rounds_widths(monkeypatch):
     prepared = SimpleNamespace(
         model=torch.nn.Linear(1, 1),
         description=SimpleNamespace(vocabulary=8),
+        row_division=lambda strategy, ranks: WHOLE_ROWS,
         attachments=TEXT_ALONE,
         objective=objective_of(RECIPE.data),
     )

@@ -104,6 +104,18 @@ def test_experts_are_sharded_over_the_ranks_that_hold_the_same_ones(layout_of):
 def test_context_parallel_ranks_are_all_ranks_or_neighbours(layout_of):
     layout = layout_of(2, 4, context_parallel_size=4)
     assert layout.context_parallel_group is layout.group
+    assert layout.context_groups(1) == (layout.group, None)
+
+
+def test_ranks_that_divide_heads_are_neighbours_and_a_ring_is_outside(layout_of):
+    layout = layout_of(13, 32, context_parallel_size=8, tensor_parallel_size=2)
+    heads, ring = layout.context_groups(2)
+    assert dist.get_process_group_ranks(layout.context_parallel_group) == [*range(1, 16, 2)]
+    assert dist.get_process_group_ranks(heads) == [9, 11, 13, 15]
+    assert dist.get_process_group_ranks(ring) == [5, 13]
+    assert layout.context_groups(2)[1] is ring
+    assert layout.context_groups(8)[0] is None
+    assert dist.get_process_group_ranks(layout.context_groups(8)[1]) == [*range(1, 16, 2)]
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,11 @@ from launcher.models.attention import (
 )
 from launcher.models.build import build_model
 from launcher.models.changes import adapt
-from launcher.models.context_parallel import check_rows
+from launcher.models.context_parallel import check_rows, ring_of
 from launcher.models.description import parts_without_text
 from launcher.models.micro_batch import IGNORED
 from launcher.models.record import record_of
+from launcher.models.row_division import RowDivision
 from launcher.models.tower_inputs import normalized
 from launcher.models.towers import (
     features_kept,
@@ -205,7 +206,17 @@ def test_a_blank_image_has_gradients_in_the_same_blocks_as_images(models, family
 def test_context_parallelism_refuses_masks_that_cannot_be_divided(models):
     model = prepared(models["gemma3"])
     with pytest.raises(RecipeError, match=r"attends to images in both directions, .*; use 1"):
-        check_rows(model, 2, sequence_length=64)
+        check_rows(model, RowDivision(2), sequence_length=64)
+
+
+def test_images_are_not_divided_over_a_ring(models):
+    model = prepared(models["qwen2_5_vl"])
+    refused = r"context_parallel_ring: rows with images .* images=null"
+    with pytest.raises(RecipeError, match=refused):
+        ring_of(model, 4, 2)
+    with pytest.raises(RecipeError, match=refused):
+        ring_of(model, 64, None)
+    assert ring_of(model, 2, None) == 1
 
 
 @pytest.mark.parametrize("family", EACH)

@@ -2,11 +2,14 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
+from launcher.models.ring import make_plan
+from launcher.models.row_division import RowDivision
 from launcher.planner.machine import known_machine
 from launcher.planner.profile import profile_model
-from launcher.planner.speed import RANGE, SHARED, estimate_time
+from launcher.planner.speed import RANGE, SHARED, estimate_time, ring_exchange
 from launcher.planner.work import Work
 from tests.unit.planner.published_speeds import errors
 
@@ -140,3 +143,69 @@ def test_tensor_parallel_ranks_sum_results_and_gather_less(load):
         # Four sums in each layer: each is a reduction and an all-gather
         moved += size * 8 * 4 * 2 * 1024 * 512 * 2 * (1 - 1 / size)
         assert step_time(recipe, **slow).communication == pytest.approx(moved / 1e3, rel=0.01)
+
+
+SLOW = {"memory_bandwidth": 1e30, "intra_node_bandwidth": 1e3, "half_flops": 1e30}
+
+POSITIONS = "model.config.max_position_embeddings=65536"
+
+
+def of_sizes(recipe, **sizes):
+    return dataclasses.replace(recipe, strategy=dataclasses.replace(recipe.strategy, **sizes))
+
+
+def work_of(recipe, gpus=8):
+    machine = known_machine("h100", nodes=1, gpus_per_node=gpus, overrides=SLOW)
+    return Work(profile_model(recipe, device="cuda"), recipe, ranks=gpus), machine
+
+
+def test_context_parallel_ranks_exchange_as_few_key_heads_as_they_need(load):
+    """8 query heads of 64 features, and 4 of keys and values, of which 8 ranks need copies."""
+    parameters = profile_model(load(), device="cuda").parameters
+    for size in (1, 2, 4, 8):
+        recipe = of_sizes(load(), context_parallel_size=size)
+        # Two all-gathers in bfloat16, and a reduction in float32, of each micro-batch
+        moved = size * (2 + 2 + 4) * parameters * 7 / 8
+        # An exchange of each layer and back in the forward pass, and both in the backward pass
+        features = 64 * 2 * (8 + max(4, size))
+        moved += size * 8 * 2 * 1024 / size * features * 2 * (1 - 1 / size)
+        assert step_time(recipe, **SLOW).communication == pytest.approx(moved / 1e3, rel=0.01)
+
+
+def test_a_ring_sends_what_its_plan_says(load):
+    """The busiest group of a row of one document."""
+    length = 1024
+    for size, ring in ((2, 2), (8, 2), (8, 8)):
+        recipe = of_sizes(load(), context_parallel_size=size, context_parallel_ring=ring)
+        sent = []
+        for group in range(ring):
+            division = RowDivision(size, ring, group * (size // ring))
+            rows = division.place(np.array([0, length]), rows=1, width=length)
+            plan = make_plan(rows, None)
+            sent.append(sum(end - start for step in plan.steps for start, end in step.sent))
+        heads = max(4, size // ring) / (size // ring)
+        found = ring_exchange(*work_of(recipe))
+        assert found is not None
+        assert found.sent == max(sent) * heads * 2 * 64 * 2
+
+
+def test_compute_waits_for_a_ring_only_if_its_network_is_slow(load):
+    recipe = of_sizes(load("data.sequence_length=65536", POSITIONS), context_parallel_size=8)
+    assert ring_exchange(*work_of(recipe)) is None
+    recipe = of_sizes(recipe, context_parallel_ring=4)
+    slow = ring_exchange(*work_of(recipe))
+    assert slow is not None
+    assert slow.wait == pytest.approx(slow.sent / 1e3, rel=0.01)
+    assert slow.wait_backward == pytest.approx(2 * slow.wait, rel=0.01)
+    machine = known_machine("h100", nodes=1, gpus_per_node=8)
+    fast = ring_exchange(work_of(recipe)[0], machine)
+    assert (fast.sent, fast.wait, fast.wait_backward) == (slow.sent, 0, 0)
+    times = step_time(recipe, **SLOW), step_time(of_sizes(recipe, context_parallel_ring=2), **SLOW)
+    assert times[0].communication != times[1].communication
+
+
+def test_the_ring_of_a_plan_follows_from_the_heads(load):
+    for size, ring, tensor in ((4, 1, 1), (8, 1, 1), (16, 2, 1), (4, 1, 2), (8, 2, 2)):
+        recipe = of_sizes(load(), context_parallel_size=size, tensor_parallel_size=tensor)
+        work = Work(profile_model(recipe, device="cuda"), recipe, ranks=16)
+        assert (work.ring, work.heads_ranks) == (ring, size // ring)

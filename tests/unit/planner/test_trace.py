@@ -76,6 +76,25 @@ def near(value, expected, *, by=0.005):
     assert value == pytest.approx(expected, rel=by)
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("packing", [True, False])
+def test_more_ranks_of_a_row_than_heads_are_a_ring(device, packing):
+    """Partial results in float32 are in place of the rest of the row."""
+    precision = None if device == "cpu" else MixedPrecision()
+    one = recipe(packing=packing, mixed_precision=precision, micro_batch_size=1)
+    found = []
+    for size in (4, 8):
+        strategy = dataclasses.replace(one.strategy, context_parallel_size=size)
+        changed = dataclasses.replace(one, strategy=strategy)
+        found.append(trace_step(changed, ranks=8, device=device, micro_batches=1))
+        estimated = estimate_memory(
+            Work(profile_model(changed, device=device), changed, ranks=8)
+        ).after_forward.activations
+        near(estimated, found[-1].after_forward.activations, by=0.5)
+    heads, ring = (step.after_forward.activations for step in found)
+    assert 0.4 * heads < ring < 0.7 * heads
+
+
 def test_sharded_states_and_logits():
     found = step()
     near(found.held.parameters, PARAMETERS * 4 / 2)  # plus the rotary frequencies

@@ -171,6 +171,9 @@ IN_ARGUMENTS = r"""
 2 | strategy.pipeline_parallel_size=2 & strategy.pipeline_schedule=zero_bubble | strategy.pipeline_schedule/choice
 4 | strategy.context_parallel_size=-2 | /range
 4 | strategy.context_parallel_size=3 | /does-not-divide-ranks
+4 | strategy.context_parallel_size=4 & strategy.context_parallel_ring=3 | strategy.context_parallel_ring/does-not-divide
+4 | strategy.context_parallel_ring=2 | /needs-strategy.context_parallel_size
+4 | strategy.context_parallel_ring=0 | /range
 | strategy.tensor_parallel_size=two | /type
 | strategy.expert_parallel_size=null | /type
 2 | strategy.context_parallel_size=2 & data.sequence_length=127 | /not-a-multiple

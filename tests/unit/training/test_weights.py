@@ -22,8 +22,9 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.models import head as head_module
 from launcher.models.head import Head, Transform
-from launcher.models.micro_batch import IGNORED, MicroBatch, RowPart
+from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.models.record import record_of
+from launcher.models.row_division import RowDivision
 from launcher.objectives.base import dataset_objective
 from launcher.objectives.loss import summed_loss
 from launcher.objectives.next_token import NextToken
@@ -75,7 +76,9 @@ def test_weights_stay_with_their_targets(tmp_path, monkeypatch):
         assert (collated.loss_tokens, collated.loss_weight) == (8, 13.875)
         assert collated.micro_batch.weights.dtype == torch.float32
         options = {"length": length, "packed": packing, "masking": "varlen"}
-        parts = [collate_sequences(rows, **options, part=RowPart(at, 2)) for at in range(2)]
+        parts = [
+            collate_sequences(rows, **options, division=RowDivision(2, rank=at)) for at in range(2)
+        ]
         assert sorted(itertools.chain(*(pairs_of(part.micro_batch) for part in parts))) == PAIRS
         assert sum(part.loss_weight for part in parts) == 13.875
     unweighted = opened(tmp_path, **UNWEIGHTED)
