@@ -22,6 +22,9 @@ _PLACE = "shared/place"
 _WHOLE, _OF_NODE = "shared/{}".format, "shared/{}/node_{}".format
 _SAME = b"same"
 """In the place of a result of a node: it is that of rank 0."""
+_PART_BYTES = 4 << 20
+"""A result is in parts of this size, under keys that end in their numbers. A TCPStore closes the
+connection of a rank that sets a value of more than 8 MiB (torch 2.13)."""
 
 _T = TypeVar("_T")
 
@@ -65,10 +68,10 @@ class SharedResults:
         outcome: _T | RecipeError
         if not self._first:
             found = self._wait(of_node)
-            outcome = _unpacked(self._wait(whole) if found == _SAME else found)
+            outcome = self._taken(whole if found == _SAME else of_node)
             return outcome
         if not self._main and self._wait(_PLACE) == self._place:
-            outcome = _unpacked(self._wait(whole))
+            outcome = self._taken(whole)
             if isinstance(outcome, RecipeError) or holds(outcome):
                 self._set(of_node, _SAME)
                 return outcome
@@ -76,11 +79,23 @@ class SharedResults:
             outcome = make()
         except RecipeError as error:
             outcome = error
-        packed = zlib.compress(pickle.dumps(outcome), level=1)
-        self._set(whole if self._main else of_node, packed)
+        self._put(whole if self._main else of_node, outcome)
         if self._main:
             self._set(of_node, _SAME)
         return outcome
+
+    def _put(self, key: str, outcome: object) -> None:
+        """The key has the number of parts, and is set last."""
+        packed = zlib.compress(pickle.dumps(outcome), level=1)
+        starts = range(0, len(packed), _PART_BYTES)
+        for number, start in enumerate(starts):
+            self._set(f"{key}/{number}", packed[start : start + _PART_BYTES])
+        self._set(key, str(len(starts)).encode())
+
+    def _taken(self, key: str) -> Any:
+        parts = range(int(self._wait(key)))
+        packed = b"".join(self._store.get(f"{key}/{number}") for number in parts)
+        return pickle.loads(zlib.decompress(packed))
 
     def _set(self, key: str, value: bytes) -> None:
         self._store.set(key, value)  # type: ignore[arg-type]  # which takes bytes, too
@@ -93,7 +108,3 @@ class SharedResults:
             time.sleep(pause)
             pause = min(_LONGEST_PAUSE_SECONDS, 1.5 * pause)
         return self._store.get(key)
-
-
-def _unpacked(value: bytes) -> Any:
-    return pickle.loads(zlib.decompress(value))

@@ -1,5 +1,6 @@
 """One rank computes a result for the others."""
 
+import random
 import threading
 from pathlib import Path
 
@@ -16,9 +17,17 @@ NODE, NODES = 2, 3
 RANKS = range(NODE * NODES)
 
 
-def on_all_ranks(ask, *, places=("/a",) * NODES):
+def tcp_store():
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def never():
+    raise AssertionError("rank 0 has looked")
+
+
+def on_all_ranks(ask, *, places=("/a",) * NODES, store=None, ranks=RANKS):
     """What `ask(shared, rank)` returns on each rank, or raises."""
-    store, outcomes = dist.HashStore(), {}
+    store, outcomes = store or dist.HashStore(), {}
 
     def run(rank):
         environment = Environment(
@@ -30,13 +39,13 @@ def on_all_ranks(ask, *, places=("/a",) * NODES):
         except RecipeError as error:
             outcomes[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in reversed(RANKS)]
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in reversed(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert sorted(outcomes) == [*RANKS]
-    return [outcomes[rank] for rank in RANKS]
+    assert sorted(outcomes) == [*ranks]
+    return [outcomes[rank] for rank in ranks]
 
 
 @pytest.mark.parametrize(
@@ -87,36 +96,25 @@ def test_all_ranks_raise_the_error_of_the_one_that_looks():
     ] * len(RANKS)
 
 
-def test_a_hundred_thousand_files(tmp_path):
+def test_a_hundred_thousand_files():
     """The list has a few megabytes in the store."""
     parts = [SourcePart(f"/data/set/{n:06}.jsonl", "jsonl", size=n) for n in range(100_000)]
     states = [
         [False, [part.name, part.size, 10**18 + n, 10**18 - n, n]] for n, part in enumerate(parts)
     ]
-    whole, sizes = finding.Found(parts, states, "sample", ["note"]), []
+    whole = finding.Found(parts, states, "sample", ["note"])
 
-    class Store:
-        values = {}  # noqa: RUF012
+    def ask(shared, rank):
+        return shared.result("key", lambda: whole if rank == 0 else never(), lambda _: True)
 
-        def set(self, key, value):
-            self.values[key] = value if isinstance(value, bytes) else value.encode()
-            sizes.append(len(value))
+    assert on_all_ranks(ask, store=tcp_store(), ranks=range(2)) == [whole] * 2
 
-        def get(self, key):
-            return self.values[key]
 
-        def check(self, keys):
-            return all(key in self.values for key in keys)
-
-    def never():
-        raise AssertionError("rank 0 has looked")
-
-    for rank in range(2):
-        environment = Environment(rank=rank, world_size=2, local_rank=rank, local_world_size=2)
-        shared = SharedResults(Store(), environment, place="")
-        make = never if rank else lambda: whole
-        assert shared.result("key", make, lambda _: True) == whole
-    assert max(sizes) < 8 << 20
+def test_a_result_is_larger_than_a_value_of_the_store():
+    """The store closes the connection of a rank that sets more than 8 MiB."""
+    whole = random.Random(0).randbytes(9 << 20)
+    ask = lambda shared, rank: shared.result("key", lambda: whole, lambda _: True)  # noqa: E731
+    assert on_all_ranks(ask, store=tcp_store()) == [whole] * len(RANKS)
 
 
 def test_files_of_another_file_system_do_not_hold(tmp_path):
