@@ -181,6 +181,8 @@ class Job:
         # With --overlap: training, or what is left of it, still has the nodes
         words = ("--overlap", *self._select(good), "bash", "-c", 'echo "$SLURMD_NODENAME"')
         self._check(_ANSWER_SECONDS, answers, *words, nodes=good)
+        if self.stopping:  # the nodes had no time to answer
+            return []
         answered = set(answers.read_text(errors="replace").split())
         silent = [node for node in good if node not in answered]
         if len(silent) == len(good):  # srun itself failed

@@ -686,6 +686,17 @@ def test_a_node_that_does_not_answer_slurm_is_excluded(start_job, monkeypatch, s
     assert updates == ([] if excluded is None else expected)
 
 
+def test_no_node_is_lost_if_the_job_is_warned_before_all_have_answered(start_job, monkeypatch):
+    job, _ = start_job({"SLURM_JOB_NUM_NODES": "3"}, THREE)
+
+    def check(seconds, log_file, *words, nodes):
+        log_file.write_text("n1\n")
+        job.warned = True
+
+    monkeypatch.setattr(job, "_check", check)
+    assert job._find_lost({}) == job.bad_nodes == []
+
+
 def test_a_spare_node_takes_the_place_of_a_lost_one(start_job, monkeypatch, capsys):
     """Twice; then too few nodes are left. The first node is not the first that is lost."""
     job, commands = start_job({"SLURM_JOB_NUM_NODES": "3"}, THREE, train_nodes=1)
