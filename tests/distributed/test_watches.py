@@ -226,6 +226,7 @@ def two_nodes(run_dir, fault):
     return result
 
 
+@pytest.mark.long
 def test_a_killed_rank_does_not_make_its_node_a_lost_one(tmp_path):
     """The first rank of a node, which gives the signs of life of the node, is killed. The other rank of
     the node notices that."""
