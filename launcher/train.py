@@ -72,7 +72,9 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
             if environment.main:
                 print(finished, flush=True)
             return EXIT_DONE
-        loaded = load_recipe(arguments, ranks=environment.world_size)
+        # One rank of a node looks for the files that the recipe names
+        looks = environment.local_rank == 0
+        loaded = load_recipe(arguments, ranks=environment.world_size, files=looks)
         run = RunFolder(Path(loaded.recipe.run.dir))
         if environment.main:
             decide = partial(_decide, loaded.recipe, run, environment, arguments)

@@ -34,12 +34,21 @@ from launcher.slurm.render import (
     JobScript,
     missing_resources,
     node_counts,
+    nodes_text,
     plural,
     ranks_per_node,
     render,
 )
 
-_NUMBERS = ("nodes", "gpus_per_node", "ranks_per_node", "cpus", "max_restarts", "max_failures")
+_NUMBERS = (
+    "nodes",
+    "train_nodes",
+    "gpus_per_node",
+    "ranks_per_node",
+    "cpus",
+    "max_restarts",
+    "max_failures",
+)
 _LISTS = ("sbatch_extra", "srun_extra", "setup")
 _SQUEUE_SECONDS = 5.0
 """Between calls of squeue, which all users of the cluster share."""
@@ -316,7 +325,7 @@ def _print_submitted(script: JobScript, job: str, runs: Sequence[SubmittedRun]) 
     log = "job_ID_*.log" if len(runs) > 1 else "job_ID.log"
     shown = shown_path(folder)
     print(
-        f"submitted job {job}: {script.name}{array}, {plural(slurm.nodes, 'node')} x {each}{limit}",
+        f"submitted job {job}: {script.name}{array}, {nodes_text(slurm)} x {each}{limit}",
         f"  run folder  {shown}" + (f"/{runs[0].label} ..." if len(runs) > 1 else ""),
         f"  log         {shown}/slurm/{log.replace('ID', job)}",
         f"  follow      launcher status {shown}",

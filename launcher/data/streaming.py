@@ -47,7 +47,6 @@ from launcher.data.packing import NothingToTrainError
 from launcher.data.token_store import (
     ModelTraits,
     digest_of,
-    sample_of,
     store_content,
     store_in,
 )
@@ -56,7 +55,7 @@ from launcher.distributed.environment import cache_folder
 from launcher.errors import RecipeError, first_line
 from launcher.models.philox import derived_seed
 from launcher.recipe import schema
-from launcher.sources.finding import find_parts
+from launcher.sources.finding import Found, found
 from launcher.sources.hub import load_data_set
 from launcher.sources.ranges import first_rows, split
 from launcher.sources.rows import SourcePart
@@ -254,40 +253,37 @@ class StreamingDataset:
         self._trains = False
 
     def _open_sources(self) -> dict[str, _Source]:
-        found: dict[str, tuple[list[SourcePart], list[str]]] = {}
+        of_sources: dict[str, Found] = {}
         for name, data in self.data.sources().items():
             assert isinstance(data.train, tuple)
-            notes: list[str] = []
             most = data.max_document_bytes
-            files = find_parts(data.train, kind=data.kind, max_document=most, notes=notes)
-            found[name] = files, notes
-        total = sum(file.size for files, _ in found.values() for file in files)
+            of_sources[name] = found(data.train, kind=data.kind, max_document=most)
+        total = sum(file.size for files in of_sources.values() for file in files.parts)
         size = max(1, self.data.shard_bytes // _PIECES_OF_SHARD, total // _PIECES)
         sources: dict[str, _Source] = {}
         for number, (name, data) in enumerate(self.data.sources().items()):
-            files, notes = found[name]
+            files = of_sources[name]
             modalities = self._model.attachments.modalities
             encoder = make_encoder(
                 data.kind, data, tokenizer=self._tokenizer, modalities=modalities
             )
             pieces = [
                 piece
-                for file in files
+                for file in files.parts
                 if file.size or file.form != "text"
                 for piece in _divide(file, size)
             ]
             if data.limit is not None:
                 pieces = [*first_rows(pieces, data.limit)]
-            sample = sample_of(files)
             sources[name] = _Source(
                 number,
                 replace(data, limit=None),  # the pieces have these rows only
                 encoder,
-                [*map(_streamed, files)],
+                [*map(_streamed, files.parts)],
                 pieces,
-                sample,
-                digest_of(store_content(files, sample, encoder, data)),
-                notes,
+                files.sample,
+                digest_of(store_content(files, encoder, data)),
+                files.notes,
             )
         return sources
 

@@ -73,7 +73,7 @@ from launcher.models.micro_batch import Masking
 from launcher.models.row_division import WHOLE_ROWS, RowDivision
 from launcher.recipe import schema
 from launcher.reliability.lock import OwnedError, Ownership, Silence, current_owner
-from launcher.sources.finding import content_sample, file_states, find_parts
+from launcher.sources.finding import Found, found
 from launcher.sources.layouts import ATTACHMENTS
 from launcher.sources.ranges import first_rows, split
 from launcher.sources.rows import Row, SourcePart, in_batches
@@ -250,12 +250,11 @@ def open_store(
     """
     if validation:
         data = replace(data, limit=None)
-    notes: list[str] = []
-    folder, parts, encoder = _place(
-        patterns, data, tokenizer=tokenizer, model=model, validation=validation, notes=notes
+    folder, files, encoder = _place(
+        patterns, data, tokenizer=tokenizer, model=model, validation=validation
     )
-    store = store_in(folder, parts, encoder, data, model=model, build=build)
-    return replace(store, file_notes=notes)
+    store = store_in(folder, files.parts, encoder, data, model=model, build=build)
+    return replace(store, file_notes=files.notes)
 
 
 def untokenized_bytes(
@@ -267,10 +266,8 @@ def untokenized_bytes(
 ) -> int:
     """Bytes, about, of the files of `patterns`, if they are not in the cache; 0: they are. The arguments
     and errors are those of `open_store`."""
-    folder, parts, _ = _place(
-        patterns, data, tokenizer=tokenizer, model=model, validation=False, notes=[]
-    )
-    return 0 if folder.exists() else sum(part.size for part in parts)
+    folder, files, _ = _place(patterns, data, tokenizer=tokenizer, model=model, validation=False)
+    return 0 if folder.exists() else sum(part.size for part in files.parts)
 
 
 def _place(
@@ -280,35 +277,19 @@ def _place(
     tokenizer: str | None,
     model: ModelTraits,
     validation: bool,
-    notes: list[str],
-) -> tuple[Path, list[SourcePart], Encoder]:
+) -> tuple[Path, Found, Encoder]:
     """The folder of a store in the cache, and what it is made of."""
     modalities = model.attachments.modalities
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer, modalities=modalities)
-    parts = find_parts(
-        patterns,
-        kind=data.kind,
-        validation=validation,
-        max_document=data.max_document_bytes,
-        notes=notes,
-    )
-    content = store_content(parts, sample_of(parts), encoder, data)
-    return cache_folder(data.cache) / digest_of(content), parts, encoder
+    most = data.max_document_bytes
+    files = found(patterns, kind=data.kind, validation=validation, max_document=most)
+    folder = cache_folder(data.cache) / digest_of(store_content(files, encoder, data))
+    return folder, files, encoder
 
 
-def sample_of(files: list[SourcePart]) -> str:
-    """See `content_sample`. Raises RecipeError if a file cannot be read."""
-    try:
-        return content_sample(files)
-    except OSError as error:
-        raise RecipeError(f"data: {error.filename} cannot be read: {error.strerror}") from None
-
-
-def store_content(
-    files: list[SourcePart], sample: str, encoder: Encoder, data: schema.Data
-) -> list[object]:
-    """All that the documents of whole files depend on. sample: `sample_of` the files."""
-    content = [_FORMAT, encoder.identity(), data.on_error, file_states(files), sample]
+def store_content(files: Found, encoder: Encoder, data: schema.Data) -> list[object]:
+    """All that the documents of whole files depend on."""
+    content = [_FORMAT, encoder.identity(), data.on_error, files.states, files.sample]
     content += [] if data.limit is None else [data.limit]
     # Rows that are larger are not in the store
     return content + ([] if data.on_error == "fail" else [data.max_document_bytes])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Literal, TypedDict
 
 import typer
 
+from launcher.distributed.network import node_name
 from launcher.reliability.json_files import Json
 
 State = Literal["good", "note", "warning", "bad"]
@@ -34,11 +33,6 @@ RATES = {
 """The measured fields of `planner.machine.Rates`: description and unit."""
 
 
-def host_name() -> str:
-    """Slurm's name of this node, as `--exclude` takes it; without Slurm the host name."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
 @dataclass(frozen=True)
 class Finding:
     """The result of one check."""
@@ -47,7 +41,7 @@ class Finding:
     state: State
     """bad: not fit to train; warning: trains, but slower or not for long; note: information."""
     text: str
-    host: str = field(default_factory=host_name)
+    host: str = field(default_factory=node_name)
 
 
 class Versions(TypedDict, total=False):
@@ -137,7 +131,7 @@ def print_node(findings: Sequence[Finding], versions: Versions) -> bool:
         print(f"{finding.host} unfit: {finding.name}: {finding.text}")
     if not bad:
         gpus = next((finding.text for finding in findings if finding.name == "GPUs"), "no GPU")
-        print(f"{host_name()} fit: {gpus}; torch {versions['torch']}")
+        print(f"{node_name()} fit: {gpus}; torch {versions['torch']}")
     return not bad
 
 

@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass
 import torch
 import torch.distributed as dist
 
-from launcher.diagnostics.findings import RATES, Finding, Report, State, Versions, host_name
+from launcher.diagnostics.findings import RATES, Finding, Report, State, Versions
 from launcher.diagnostics.measurements import measure_rates
 from launcher.diagnostics.node_checks import Checks, examine
 from launcher.distributed import process_group
 from launcher.distributed.environment import read_environment
+from launcher.distributed.network import node_name
 from launcher.distributed.process_group import gather
 from launcher.distributed.rank_layout import RankLayout
 from launcher.distributed.spawn import end_process, rank_main
@@ -103,7 +104,7 @@ def run(*, node: Checks | None, quick: bool = False) -> Report:
     with group as (ranks, _):
         process_group.prepare_cpu(environment, device=ranks.device, cpu_offload=True)
         own = RankResult(
-            host_name(),
+            node_name(),
             environment.local_rank,
             findings,
             versions,

@@ -1,4 +1,4 @@
-"""Network interfaces, and limits of connections. Standard library only."""
+"""Names of nodes, network interfaces, and limits of connections. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ import socket
 import struct
 
 _SIOCGIFADDR = 0x8915  # netdevice(7): the IPv4 address of an interface
+
+
+def node_name() -> str:
+    """Slurm's name of this node, as `--exclude` takes it; without Slurm the host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def interface_address(name: str) -> str:

@@ -661,6 +661,12 @@ def _nodes(recipe: Recipe) -> Found:
     if last and int(last) < int(first):
         what = f"must be a number, or a range such as 2-4; got {nodes!r}"
         yield "slurm.nodes", "form", what
+    train_nodes = None if recipe.slurm is None else recipe.slurm.train_nodes
+    if train_nodes is not None and train_nodes > int(first):
+        what = (
+            f"must be at most {first}, as slurm.nodes={nodes} may give no more; got {train_nodes}"
+        )
+        yield "slurm.train_nodes", "too-large", what
 
 
 def _has_checkpoints(recipe: Recipe) -> bool:

@@ -816,6 +816,9 @@ class Slurm(Section):
 
     nodes: Annotated[PositiveInt, Field(le=_MOST_NODES)] | _Nodes = 1
     """Nodes; "2-4": as many of them as are free, another number after each requeue."""
+    train_nodes: PositiveInt | None = None
+    """Of the nodes, how many train. The others are spare: one takes the place of a node that is unfit
+    or lost, in the same allocation. null: all."""
     gpus_per_node: PositiveInt | None = None
     """GPUs per node; null: the ranks compute on the CPU."""
     ranks_per_node: PositiveInt | None = None
@@ -862,8 +865,8 @@ class Slurm(Section):
     """Seconds before the time limit when the run is asked to save; null: at least twice the
     measured time of a step and a save."""
     preflight: StrictBool = False
-    """Check every node before training (launcher doctor --node), then all together; a bad node is
-    excluded and the job requeued."""
+    """Check every node before training (launcher doctor --node), then all together; a spare node takes
+    the place of a bad one, else it is excluded and the job requeued."""
 
 
 class Recipe(Section):

@@ -7,14 +7,13 @@ cause.
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from typing import NamedTuple
 
 from torch.distributed import Store
 
 from launcher.distributed.environment import Environment
+from launcher.distributed.network import node_name
 from launcher.reliability.store_calls import absent
 
 _BEAT_SECONDS = 5.0
@@ -51,8 +50,7 @@ class Nodes:
         their order does not depend on the nodes' clocks."""
         if self._beats and time.monotonic() >= self._next:
             self._next = time.monotonic() + _BEAT_SECONDS
-            name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-            store.set(_BEAT(self._own), f"{store.add(_BEATS, 1)} {name}")
+            store.set(_BEAT(self._own), f"{store.add(_BEATS, 1)} {node_name()}")
 
     def notice(self, store: Store) -> None:
         """A rank of this node has noticed a failure, so the node is not lost."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shlex
 import time
 from collections.abc import Mapping
@@ -23,6 +24,7 @@ from launcher.distributed.environment import Environment, cache_folder
 from launcher.distributed.host_memory import FreedMemory
 from launcher.distributed.process_group import from_rank_0, gather
 from launcher.distributed.rank_layout import RankLayout
+from launcher.distributed.shared_results import SharedResults
 from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError, TrainingError
 from launcher.files import remove_leftovers
 from launcher.models.config_keys import check_config_keys
@@ -56,6 +58,7 @@ from launcher.run.resolve import (
     warn_of_memory,
 )
 from launcher.run.summary import describe_start, summarize
+from launcher.sources.finding import shared_by
 from launcher.strategies.base import compute_dtype, offloads_parameters
 from launcher.training.evaluation import EarlyStopping
 from launcher.training.loop import Step
@@ -129,7 +132,10 @@ def train(
     ):
         configure_logging()
         rank = Rank(environment, ranks, run, stop, failures, post_mortem, watch, progress)
-        finished = TrainingRun(loaded, rank, start=start).execute()
+        data = loaded.recipe.data
+        place = repr((os.getcwd(), data.train, data.validation))
+        with shared_by(SharedResults(store, environment, place=place)):
+            finished = TrainingRun(loaded, rank, start=start).execute()
     # torchrun's agent restarts on any other status than 0; status.json has the outcome
     return EXIT_DONE if finished or environment.torchrun else EXIT_STOPPED
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.distributed import processes
-from launcher.distributed.network import interface_address
+from launcher.distributed.network import interface_address, node_name
 
 _REQUESTS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGALRM)
 _SIGNALS = (*_REQUESTS, signal.SIGCHLD)
@@ -30,7 +30,7 @@ _SIGNALS = (*_REQUESTS, signal.SIGCHLD)
 def address(interface: str | None) -> str:
     """Where other nodes reach this node: its name in Slurm, or the address of an interface."""
     if interface is None:
-        return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        return node_name()
     try:
         return interface_address(interface)
     except OSError as error:

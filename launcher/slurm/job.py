@@ -1,11 +1,14 @@
 """The job: trains on its nodes, forwards Slurm's signals to the ranks, and requeues itself.
 
-The job's script (slurm/train.sbatch.j2) ends in this program, on the first node. No torch.
+The job's script (slurm/train.sbatch.j2) ends in this program, on the first node. No torch. With spare
+nodes (slurm.train_nodes), a job that has lost a node trains on in the same allocation, as long as enough
+nodes are left.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import signal
 import subprocess
@@ -19,6 +22,8 @@ from typing import IO
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_USAGE, RecipeError
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Slurm
+from launcher.reliability.file_calls import bounded
+from launcher.reliability.json_files import Json
 from launcher.reliability.lock import current_owner
 from launcher.reliability.run_directory import RunFolder
 from launcher.slurm import preflight
@@ -37,6 +42,12 @@ _SIGNAL_AGAIN_SECONDS = 5
 _PREFLIGHT_NODES_SECONDS, _PREFLIGHT_ALL_SECONDS = 300, 180
 _PREFLIGHT_SECONDS_OF_NODE = 2
 """More time for the checks of all nodes together, for each node."""
+_LOOK_SECONDS = 10
+"""Time between two looks at status.json, and then for the ranks that are left to end."""
+_ANSWER_SECONDS = 60
+"""Time for a node to answer."""
+_END_SECONDS = 60
+"""Time for srun to end. It waits for processes that cannot be killed, and for lost nodes."""
 
 
 class Job:
@@ -59,9 +70,20 @@ class Job:
         self.this = f"{array}_{task}" if array else variables["SLURM_JOB_ID"]
         chain: Sequence[str] = options.chain or (self.this, "")
         self.job, self.after = chain
-        self.nodes = variables["SLURM_JOB_NUM_NODES"]
+        self.nodes = int(variables["SLURM_JOB_NUM_NODES"])
         self.nodelist = variables["SLURM_JOB_NODELIST"]
+        self.bad_nodes: list[str] = []
+        """Nodes of this allocation that are unfit or lost, and train no more."""
         self.requeued = int(variables.get("SLURM_RESTART_COUNT") or 0)
+        self.attempts = Attempts.read(self.run_dir, self.job, max_failures=self.slurm.max_failures)
+        cpus = int(variables.get("SLURM_CPUS_PER_TASK") or variables["SLURM_CPUS_ON_NODE"])
+        threads = str(max(1, cpus // ranks_per_node(self.slurm)))
+        variables.setdefault("OMP_NUM_THREADS", threads)
+        variables["SRUN_CPUS_PER_TASK"] = str(cpus)  # without it srun gives a task one CPU
+        self._number_start()
+
+    def _number_start(self) -> None:
+        """Gives a start of the ranks its number, and a folder for logs."""
         folder = self.run_dir / "slurm" / f"job_{self.job}"
         self.restart = len(list(folder.glob("restart_*")))
         """Number of this start, over all jobs of the chain."""
@@ -69,13 +91,8 @@ class Job:
         self.logs.mkdir(parents=True)
         self.refused = self.logs / "refused"
         """Written if the recipe or the run folder is at fault."""
-        self.attempts = Attempts.read(self.run_dir, self.job, max_failures=self.slurm.max_failures)
-        cpus = int(variables.get("SLURM_CPUS_PER_TASK") or variables["SLURM_CPUS_ON_NODE"])
-        threads = str(max(1, cpus // ranks_per_node(self.slurm)))
-        variables.setdefault("OMP_NUM_THREADS", threads)
-        variables["SRUN_CPUS_PER_TASK"] = str(cpus)  # without it srun gives a task one CPU
-        variables["LAUNCHER_JOB"], variables["LAUNCHER_START"] = self.job, str(self.restart)
-        variables["LAUNCHER_REFUSED"] = str(self.refused)
+        os.environ["LAUNCHER_JOB"], os.environ["LAUNCHER_START"] = self.job, str(self.restart)
+        os.environ["LAUNCHER_REFUSED"] = str(self.refused)
 
     @property
     def stopping(self) -> bool:
@@ -95,6 +112,9 @@ class Job:
             if why := self.attempts.nothing_left(self.after):
                 log(f"nothing to resume: {why}")
                 return EXIT_DONE
+        return self._begin_attempt()
+
+    def _begin_attempt(self) -> int | None:
         known = JobInfo.read(self.this)
         if why := self.attempts.begin():
             log(why)
@@ -122,11 +142,67 @@ class Job:
             what = f"saving may take {needed} s, more than the lead that Slurm has"
             log(f"{what}: it starts in {seconds} s")
 
-    # Commands on every node
+    # The nodes
 
-    def srun(self, *words: str, output: IO[str] | None = None) -> subprocess.Popen[bytes]:
-        """Starts a command on every node."""
-        command = srun_command(self.nodes, *words)
+    @functools.cached_property
+    def _hostnames(self) -> list[str]:
+        return (scontrol("show", "hostnames", self.nodelist) or "").split()
+
+    @property
+    def good_nodes(self) -> list[str]:
+        """The nodes of the allocation that are neither unfit nor lost; [] if Slurm does not name them."""
+        return [node for node in self._hostnames if node not in self.bad_nodes]
+
+    @property
+    def can_train(self) -> bool:
+        """Whether enough nodes are left. The first one must be: the nodes meet at its address."""
+        if not self.bad_nodes:
+            return True
+        needed, good = self.slurm.train_nodes or self.nodes, self.good_nodes
+        return len(good) >= needed and good[0] == self._hostnames[0]
+
+    def _select(self, nodes: Sequence[str]) -> list[str]:
+        """Options of srun that select these nodes of the allocation."""
+        if len(nodes) in (0, self.nodes):
+            return []
+        # A step that does not end on a lost node still holds its share of the others
+        return [*["--overlap"] * bool(self.bad_nodes), f"--nodelist={','.join(nodes)}"]
+
+    def _find_lost(self, status: Json) -> list[str]:
+        """Adds to `bad_nodes` those that are lost, and returns them: nodes that do not answer Slurm, and
+        nodes from which the ranks have heard nothing more (status.json).
+
+        The ranks cannot tell if the node of rank 0 is lost: it has their store. Nor do they know
+        whether a node is lost whose only rank was killed: then Slurm decides.
+        """
+        good, answers = self.good_nodes, self.logs / "answers.log"
+        if self.nodes == 1 or not good:
+            return []
+        # With --overlap: training, or what is left of it, still has the nodes
+        words = ("--overlap", *self._select(good), "bash", "-c", 'echo "$SLURMD_NODENAME"')
+        self._check(_ANSWER_SECONDS, answers, *words, nodes=good)
+        if self.stopping:  # the nodes had no time to answer
+            return []
+        answered = set(answers.read_text(errors="replace").split())
+        silent = [node for node in good if node not in answered]
+        if len(silent) == len(good):  # srun itself failed
+            silent = []
+        named = (status.get("lost_nodes") or ()) if ranks_per_node(self.slurm) > 1 else ()
+        for node in silent:
+            log(f"{node} does not answer Slurm; details: {answers}")
+        for node in named:
+            log(f"the ranks have heard nothing more from {node}")
+        lost = [node for node in good if node in silent or node in named]
+        self.bad_nodes += lost
+        return lost
+
+    # Commands on the nodes
+
+    def srun(
+        self, *words: str, nodes: Sequence[str] = (), output: IO[str] | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Starts a command on these nodes; on all by default."""
+        command = srun_command(str(len(nodes) or self.nodes), *words)
         stderr = None if output is None else subprocess.STDOUT
         return subprocess.Popen(command, stdout=output, stderr=stderr, preexec_fn=in_child)
 
@@ -139,70 +215,87 @@ class Job:
         endpoint = f"{address(self.slurm.interface)}:{port}"
         return {"endpoint": endpoint, "name": f"{number}.{self.restart}{suffix}"}
 
-    def _hostnames(self) -> list[str]:
-        return (scontrol("show", "hostnames", self.nodelist) or "").split()
-
-    def preflight(self) -> list[str]:
-        """Checks each node alone, then all together. Returns the nodes that are not fit."""
-        nodes = self._hostnames()
+    def preflight(self) -> None:
+        """Checks each node alone, then all good ones together. Adds to `bad_nodes` those that are not
+        fit."""
+        nodes = self._hostnames
         doctor, folder = ["launcher.cli.main", "doctor"], self.run_dir
         log_file = self.logs / "preflight_nodes.log"
         command = [self.python, "-m", *doctor, "--node", f"shared={folder}", f"runs={folder}"]
-        status = self._check(_PREFLIGHT_NODES_SECONDS, log_file, *command)
+        extra = self.slurm.srun_extra or ()
+        status = self._check(_PREFLIGHT_NODES_SECONDS, log_file, *extra, *command)
         if self.stopping:
-            return []
+            return
         problems = preflight.each(log_file, nodes, status=status)
-        bad = preflight.report(problems, nodes, log_file)
-        if bad or len(nodes) == 1:
-            return bad
+        self.bad_nodes += preflight.report(problems, nodes, log_file)
+        nodes = self.good_nodes
+        if not self.can_train or len(nodes) < 2:
+            return
         result, log_file = self.logs / "preflight_all.json", self.logs / "preflight_all.log"
         torchrun = torchrun_command(
             self.slurm,
             python=self.python,
-            nodes=self.nodes,
+            nodes=str(len(nodes)),
             restarts=0,
             **self.meeting(preflight=True),
         )
         command = [*torchrun, *doctor, "--quick", f"out={result}"]
         seconds = _PREFLIGHT_ALL_SECONDS + _PREFLIGHT_SECONDS_OF_NODE * len(nodes)
-        status = self._check(seconds, log_file, *command)
-        if self.stopping:
-            return []
-        return preflight.report(preflight.together(result, status=status), nodes, log_file)
+        words = (*self._select(nodes), *extra, *command)
+        status = self._check(seconds, log_file, *words, nodes=nodes)
+        if not self.stopping:
+            problems = preflight.together(result, status=status)
+            self.bad_nodes += preflight.report(problems, nodes, log_file)
 
-    def _check(self, seconds: float, log_file: Path, *command: str) -> int:
-        """Runs a command on every node until it ends, is late, or the job must end.
+    def _check(self, seconds: float, log_file: Path, *words: str, nodes: Sequence[str] = ()) -> int:
+        """Runs a command on these nodes, on all by default, until it ends, is late, or the job must end.
 
         Returns its exit status; `preflight.LATE` if it was late.
         """
         deadline = time.monotonic() + seconds
         with log_file.open("w") as output:
-            extra = self.slurm.srun_extra or ()
-            process = self.srun(*extra, *command, output=output)
+            process = self.srun(*words, nodes=nodes, output=output)
             while process.poll() is None and not self.stopping and time.monotonic() < deadline:
                 self.wait(1.0)
             if process.poll() is not None:
                 return process.returncode
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:  # it waits for processes that cannot be killed
-                process.kill()
+            self._end_step(process)
         return preflight.LATE
+
+    def _end_step(self, process: subprocess.Popen[bytes]) -> None:
+        """Ends the processes of an srun on all nodes that answer."""
+        process.terminate()
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
     def train(self) -> int:
         """Trains until the run ends; returns srun's exit status."""
+        nodes = self.good_nodes[: self.slurm.train_nodes] if self.slurm.train_nodes else []
         command = training_command(
             self.slurm,
             python=self.python,
-            nodes=self.nodes,
+            nodes=str(len(nodes) or self.nodes),
+            selection=self._select(nodes),
             recipe=Path(self.recipe),
             logs=str(self.logs),
             **self.meeting(),
         )
         process = subprocess.Popen(command, preexec_fn=in_child)
+        looked_at = self.attempts.found
         while process.poll() is None and not self.stopping:
-            self.wait(3600.0)
+            self.wait(3600 if self.nodes == 1 else _LOOK_SECONDS)
+            status: Json = {}
+            if self.nodes > 1:
+                status = bounded(RunFolder(self.run_dir).read_status, {})
+            if status.get("state") == "failed" and status != looked_at and process.poll() is None:
+                looked_at = status
+                # torchrun would wait for the node, for minutes
+                if self._find_lost(status):
+                    self.wait(_LOOK_SECONDS)
+                    self._end_step(process)
         stopping_since = time.monotonic()
         while process.poll() is None:
             process.send_signal(signal.SIGUSR1)
@@ -218,8 +311,20 @@ class Job:
 
     # The end
 
-    def end(self, exit_status: int, bad_nodes: Sequence[str]) -> int:
-        """Requeues the job if it should be; returns its exit status. exit_status: that of srun."""
+    def attempt(self) -> int | None:
+        """Trains if enough nodes are fit. Returns the exit status if the job must end."""
+        if not self.can_train:
+            return self.end(EXIT_DONE, unfit=True)
+        before = len(self.bad_nodes)
+        exit_status = EXIT_DONE if self.stopping else self.train()
+        return self.end(exit_status, lost=len(self.bad_nodes) > before)
+
+    def end(self, exit_status: int, *, unfit: bool = False, lost: bool = False) -> int | None:
+        """Requeues the job if it should be; returns its exit status. None: another attempt has begun in
+        this allocation, without the nodes that were lost.
+
+        exit_status: that of srun. unfit: too few nodes were fit to train. lost: nodes were lost.
+        """
         known = JobInfo.read(self.this)
         if known.restarts not in (None, self.requeued):
             log("Slurm has requeued the job itself: this start of it ends")
@@ -237,8 +342,8 @@ class Job:
         if self.refused.exists() and state != "finished":
             print(self.refused.read_text().strip(), file=sys.stderr, flush=True)
             status = {"state": "failed", "reason": "recipe"}
-        elif bad_nodes:
-            status = {"reason": f"not fit to train: {', '.join(bad_nodes)}"}
+        elif unfit:
+            status = {"reason": f"not fit to train: {', '.join(self.bad_nodes)}"}
         decision = self.attempts.decide(
             status, known, warned=self.warned, terminated=self.terminated
         )
@@ -247,16 +352,21 @@ class Job:
         if not decision.requeue:
             self.attempts.remove_successor()
             return decision.status
-        if lost := status.get("lost_nodes"):
-            bad_nodes = [node for node in self._hostnames() if node in lost]
-            log(f"nothing was heard from {', '.join(lost)}: excluded if Slurm can spare them")
-        if not self.requeue(known, bad_nodes):
+        if decision.status == EXIT_FAILED and not (unfit or lost or self.stopping):
+            lost = bool(self._find_lost(status))
+        if lost and self.can_train and not self.stopping:
+            log(
+                f"trains on in this allocation: {len(self.good_nodes)} of {self.nodes} nodes are good"
+            )
+            self._number_start()
+            return self._begin_attempt()
+        if not self.requeue(known):
             before.write()  # still open, so the job's successor resumes the run
             return EXIT_FAILED
         return EXIT_DONE
 
-    def requeue(self, known: JobInfo, bad_nodes: Sequence[str]) -> bool:
-        """Requeues the job, without bad nodes. False: that is not possible."""
+    def requeue(self, known: JobInfo) -> bool:
+        """Requeues the job, without `bad_nodes`. False: that is not possible."""
         # A job that was cancelled, or was started again elsewhere, would come back
         running = known.state == "RUNNING" and known.restarts == self.requeued
         if not running or scontrol("requeue", self.this) is None:
@@ -264,8 +374,9 @@ class Job:
             return False
         # If all of several nodes are bad, the fault is elsewhere. The job does not start again
         # before this program has ended
-        if bad_nodes and (len(bad_nodes) < int(self.nodes) or self.nodes == "1"):
-            excluded = ",".join(filter(None, [known.excluded, *bad_nodes]))
+        if self.bad_nodes and (len(self.bad_nodes) < self.nodes or self.nodes == 1):
+            log(f"excluded if Slurm can spare them: {', '.join(self.bad_nodes)}")
+            excluded = ",".join(filter(None, [known.excluded, *self.bad_nodes]))
             scontrol("update", f"JobId={self.this}", f"ExcNodeList={excluded}")
         return True
 
@@ -290,11 +401,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RecipeError as error:
         print(error, file=sys.stderr, flush=True)
         return EXIT_USAGE
-    if (status := job.begin()) is not None:
-        return status
-    bad_nodes = job.preflight() if job.slurm.preflight and not job.stopping else []
-    trained = 0 if job.stopping or bad_nodes else job.train()
-    return job.end(trained, bad_nodes)
+    status = job.begin()
+    if status is None and job.slurm.preflight and not job.stopping:
+        job.preflight()
+    while status is None:
+        status = job.attempt()
+    return status
 
 
 if __name__ == "__main__":

@@ -43,14 +43,20 @@ def ranks_per_node(slurm: Slurm) -> int:
 
 
 def node_counts(slurm: Slurm) -> range:
-    """Numbers of nodes that the job may get."""
-    first, _, last = str(slurm.nodes).partition("-")
+    """Numbers of nodes that may train."""
+    first, _, last = str(slurm.train_nodes or slurm.nodes).partition("-")
     return range(int(first), int(last or first) + 1)
 
 
 def plural(count: int | str, what: str, ending: str = "s") -> str:
     """`1 node`, `2 nodes`, `2-4 nodes`."""
     return f"{count} {what}{ending * (count != 1)}"
+
+
+def nodes_text(slurm: Slurm) -> str:
+    """`2 nodes`, `128 of 130 nodes`."""
+    some = "" if slurm.train_nodes is None else f"{slurm.train_nodes} of "
+    return some + plural(slurm.nodes, "node")
 
 
 def torchrun_command(
@@ -78,14 +84,23 @@ def torchrun_command(
 
 
 def srun_command(nodes: str, *words: str) -> list[str]:
-    """Runs a command once on every node."""
+    """Runs a command once on each of this number of nodes. More options of srun may come first."""
     return ["srun", "--nodes", nodes, "--ntasks-per-node=1", *words]
 
 
 def training_command(
-    slurm: Slurm, *, python: str, nodes: str, endpoint: str, name: str, recipe: Path, logs: str
+    slurm: Slurm,
+    *,
+    python: str,
+    nodes: str,
+    selection: Sequence[str] = (),
+    endpoint: str,
+    name: str,
+    recipe: Path,
+    logs: str,
 ) -> list[str]:
-    """What trains on all nodes, with the output of each node in a file in `logs`."""
+    """What trains, with the output of each node in a file in `logs`. selection: options of srun that
+    select the nodes of the allocation."""
     torchrun = torchrun_command(
         slurm,
         python=python,
@@ -97,7 +112,7 @@ def training_command(
     output = f"--output={logs.replace('%', '%%')}/node_%N.log"
     shell = ("bash", "-c", 'trap "" USR1 TERM; exec "$@"', "bash")
     words = ("--kill-on-bad-exit=1", "--wait=60", output, *(slurm.srun_extra or ()), *shell)
-    return srun_command(nodes, *words, *torchrun, "launcher.train", f"recipe={recipe}")
+    return srun_command(nodes, *selection, *words, *torchrun, "launcher.train", f"recipe={recipe}")
 
 
 def missing_resources(slurm: Slurm, *, workers: int, host_memory: int | None) -> str | None:
@@ -155,6 +170,7 @@ def _options(job: JobScript) -> list[str]:
     }
     options = [f"--{name}={value}" for name, value in values.items() if value is not None]
     options += ["--requeue", "--open-mode=append"]
+    options += [] if slurm.train_nodes is None else ["--no-kill"]  # of all nodes, if one is lost
     options += slurm.sbatch_extra or ()
     return options
 
@@ -196,12 +212,13 @@ def render(job: JobScript) -> str:
         job.slurm,
         python=job.slurm.python or str(job.python),
         nodes=str(counts[0]) if len(counts) == 1 else "NODES",
+        selection=[] if job.slurm.train_nodes is None else ["--nodelist=NODES"],
         endpoint="HOST:PORT",
         name="JOB.RESTART",
         recipe=recipe,
         logs=f"{run_dir}/slurm/job_JOB/restart_RESTART",
     )
-    nodes, ranks = plural(job.slurm.nodes, "node"), plural(ranks_per_node(job.slurm), "rank")
+    nodes, ranks = nodes_text(job.slurm), plural(ranks_per_node(job.slurm), "rank")
     return environment.get_template("train.sbatch.j2").render(
         title=" ".join(f"{job.name}: {nodes}, {ranks} on each".split()),
         version=__version__,

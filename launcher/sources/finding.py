@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import hashlib
 import io
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from launcher.errors import RecipeError
 from launcher.libraries.extras import require_extra
@@ -179,6 +180,75 @@ def file_part(file: Location) -> SourcePart:
         return SourcePart(file.name, form, size=file.size())
     except OSError as error:
         raise RecipeError(f"{file.name}: cannot be read: {error.strerror}") from None
+
+
+# All that a run needs to know of the files before it reads them
+
+
+class Found(NamedTuple):
+    """The files that patterns name."""
+
+    parts: list[SourcePart]
+    """See `find_parts`."""
+    states: list[list[object]]
+    """See `file_states`."""
+    sample: str
+    """See `content_sample`."""
+    notes: list[str]
+    """What to say of the files: see `find_parts`."""
+
+
+class Sharing(Protocol):
+    """Results that one process computes for others (`launcher/distributed/shared_results.py`)."""
+
+    def result(self, key: str, make: Callable[[], Found], holds: Callable[[Found], bool]) -> Found:
+        """The result with this key."""
+
+
+_sharing: Sharing | None = None
+
+
+@contextlib.contextmanager
+def shared_by(sharing: Sharing) -> Iterator[None]:
+    """In the context, `found` looks at files in one process for others."""
+    global _sharing
+    _sharing = sharing
+    try:
+        yield
+    finally:
+        _sharing = None
+
+
+def found(
+    patterns: tuple[str, ...], *, kind: str, validation: bool = False, max_document: int
+) -> Found:
+    """The files that patterns name, in a run as one rank has found them once. The arguments are those of
+    `find_parts`. Raises RecipeError as it does, and if a file cannot be read."""
+
+    def look() -> Found:
+        notes: list[str] = []
+        parts = find_parts(
+            patterns, kind=kind, validation=validation, max_document=max_document, notes=notes
+        )
+        try:
+            return Found(parts, file_states(parts), content_sample(parts), notes)
+        except OSError as error:
+            what = f"{error.filename} cannot be read: {error.strerror}"
+            raise RecipeError(f"data: {what}") from None
+
+    if _sharing is None:
+        return look()
+    return _sharing.result(repr((patterns, kind, validation, max_document)), look, _are_here)
+
+
+def _are_here(seen: Found) -> bool:
+    """Whether this machine has the same files, of a shared file system. The first and the last one
+    answer for all: no other file has the same inode and time of change."""
+    ends = [*zip(seen.parts, seen.states, strict=True)][:: max(1, len(seen.parts) - 1)]
+    try:
+        return all(file_states([part]) == [state] for part, state in ends)
+    except OSError:
+        return False
 
 
 # Changed files

@@ -10,6 +10,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import launcher.objectives.next_token
 import launcher.run.run  # noqa: F401
+import tests.distributed.launching  # noqa: F401  # with pytest, whose import takes 15 MiB
 from launcher.recipe.decode import decode
 
 get_checkpoint_conversion_mapping("llama")  # compiles about 900 regular expressions

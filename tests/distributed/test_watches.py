@@ -185,8 +185,9 @@ def test_an_exception_is_reported_where_the_file_system_does_not_answer(tmp_path
     assert "no sign of life" not in result.output
 
 
-def test_a_lost_node_is_named_before_the_ranks_that_end_because_of_it(tmp_path):
-    run_dir, port = tmp_path / "run", free_port()
+def two_nodes(run_dir, fault):
+    """Ranks of two nodes with this fault. Returns the result of the first node."""
+    port = free_port()
 
     def agent(name):
         words = [
@@ -213,7 +214,7 @@ def test_a_lost_node_is_named_before_the_ranks_that_end_because_of_it(tmp_path):
             WATCHED,
             run_dir,
             "60",
-            "node",
+            fault,
         ]
         return run(command, timeout=200, SLURMD_NODENAME=name)
 
@@ -221,8 +222,26 @@ def test_a_lost_node_is_named_before_the_ranks_that_end_because_of_it(tmp_path):
     other.start()
     result = agent("n1")
     other.join()
-    outcome = status(run_dir)
     assert result.status != 0
+    return result
+
+
+@pytest.mark.long
+def test_a_killed_rank_does_not_make_its_node_a_lost_one(tmp_path):
+    """The first rank of a node, which gives the signs of life of the node, is killed. The other rank of
+    the node notices that."""
+    run_dir = tmp_path / "run"
+    result = two_nodes(run_dir, "first")
+    outcome = status(run_dir)
+    assert outcome["reason"] == "rank_lost", result.output
+    assert outcome["error"].startswith("rank 2 of 4 ended without an error message in step 5")
+    assert "lost_nodes" not in outcome
+
+
+def test_a_lost_node_is_named_before_the_ranks_that_end_because_of_it(tmp_path):
+    run_dir = tmp_path / "run"
+    result = two_nodes(run_dir, "node")
+    outcome = status(run_dir)
     assert outcome["reason"] == "rank_lost", result.output
     lost = (run_dir / "lost").read_text()
     first, second = outcome["error"].splitlines()[:2]

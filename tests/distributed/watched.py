@@ -168,6 +168,9 @@ def main():
                 never_answer(run.path)
                 if ranks.rank == 1:
                     raise ValueError("a fault of this test")
+            if step == 5 and fault == "first" and ranks.rank == environment.local_world_size:
+                time.sleep(1)
+                os.kill(os.getpid(), signal.SIGKILL)
             if step == 5 and fault == "node":
                 lost = ranks.rank >= environment.local_world_size
                 if lost and environment.local_rank == 0:

@@ -4,6 +4,7 @@ The cluster has eight nodes with two CPUs each. The fixture `jobs` submits all j
 part at once. The job `disturbed` uses n1 and n2, `lost` two of n5 to n7, `limited` n8, and all others n3 and n4.
 """
 
+import contextlib
 import functools
 import json
 import subprocess
@@ -587,16 +588,106 @@ def test_preemption_with_the_signal_of_the_job_saves_and_requeues(long_jobs, who
 def test_unfit_node_is_excluded(long_jobs, whole_cluster):
     unfit = '[ "$(hostname)" = n2 ] && echo "n2 unfit: GPU 3 is gone" && exit 3'
     python = wrap_python(long_jobs.folder, "unfit", "", f'case "$*" in *doctor*) {unfit};; esac')
-    name, words = "unfit", ("preflight=true", python, "exclude=n4", "run.max_steps=6")
+    name, words = "unfit", ("preflight=true", python, "exclude=n[4-8]", "run.max_steps=6")
     job = long_jobs.submit(name, *TWO, *words)
     assert long_jobs.wait_for_end(name, job)
     log, logs = long_jobs.log(name), long_jobs.run_dir(name) / f"slurm/job_{job}"
     assert "not fit to train: n2" in log
     assert "GPU 3 is gone" in log
     assert "n3 fit: " in (logs / "restart_1/preflight_nodes.log").read_text()
-    expected = {"ExcNodeList": "n4,n2", "NodeList": "n[1,3]"}
+    expected = {"ExcNodeList": "n[4-8],n2", "NodeList": "n[1,3]"}
     assert long_jobs.cluster.job(job).items() >= expected.items()
     assert long_jobs.starts(name) == 1
+
+
+@contextlib.contextmanager
+def patient_slurm(cluster):
+    """Slurm takes five minutes to notice a lost node, as in production. Here, it would be ten seconds."""
+    configuration = cluster.folder / "slurm.conf"
+    text = configuration.read_text()
+    configuration.write_text(text.replace("SlurmdTimeout=10", "SlurmdTimeout=300"))
+    cluster.run("scontrol", "reconfigure")
+    try:
+        yield
+    finally:
+        configuration.write_text(text)
+        cluster.run("scontrol", "reconfigure")
+
+
+@pytest.mark.long
+def test_lost_node_is_excluded(long_jobs, whole_cluster):
+    cluster, name = long_jobs.cluster, "excluded"
+    with patient_slurm(cluster):
+        job = long_jobs.submit(name, *TWO, "exclude=n[4-8]")
+        long_jobs.wait_for_steps(name, start=1, steps=12)
+        assert cluster.job(job)["NodeList"] == "n[1-2]"
+        cluster.crash("n2")
+        excluded = lambda: cluster.job(job).get("ExcNodeList") == "n[4-8],n2"  # noqa: E731
+        cluster.wait_for(excluded, 60, "the exclusion of n2")
+    cluster.boot("n2")
+    assert long_jobs.wait_for_end(name, job, seconds=180)
+    assert "n2 does not answer Slurm" in long_jobs.log(name)
+    assert long_jobs.events(name, "failed", "lost_nodes") == [["n2"]]
+    assert cluster.job(job)["NodeList"] == "n[1,3]"
+    assert long_jobs.starts(name) == 2
+    assert are_equal_runs(long_jobs, name, "whole")
+
+
+SPARE = ("nodes=3", "train_nodes=2", "cpus=2")
+
+
+@pytest.mark.long
+def test_spare_node_takes_the_place_of_an_unfit_one(long_jobs, whole_cluster):
+    unfit = '[ "$(hostname)" = n2 ] && echo "n2 unfit: GPU 3 is gone" && exit 3'
+    python = wrap_python(long_jobs.folder, "spare", "", f'case "$*" in *doctor*) {unfit};; esac')
+    name = "spare"
+    job = long_jobs.submit(name, *SPARE, "preflight=true", python)
+    assert long_jobs.wait_for_end(name, job, seconds=240)
+    log, logs = long_jobs.log(name), long_jobs.run_dir(name) / f"slurm/job_{job}/restart_0"
+    assert "not fit to train: n2" in log
+    assert json.loads((logs / "preflight_all.json").read_text())["fit"] is True
+    assert {file.name for file in logs.glob("node_*")} == {"node_n1.log", "node_n3.log"}
+    assert long_jobs.cluster.job(job)["Restarts"] == "0"
+    assert are_equal_runs(long_jobs, name, "whole")
+
+
+NOTHING_LOST = """
+import os
+if 'RANK' in os.environ:
+    from launcher.reliability.nodes import Nodes
+    Nodes.lost = lambda *_: []
+"""
+
+
+@pytest.mark.long
+def test_spare_node_takes_the_place_of_a_lost_one(long_jobs, whole_cluster):
+    """In the same allocation, while Slurm still waits for the lost node. The ranks cannot tell which one
+    is lost, as if it had their store."""
+    cluster, name = long_jobs.cluster, "replaced"
+    python = wrap_python(long_jobs.folder, name, NOTHING_LOST, "PATH")
+    with patient_slurm(cluster):
+        job = long_jobs.submit(name, *SPARE, python)
+        try:
+            long_jobs.wait_for_steps(name, start=1, steps=12)
+            assert cluster.job(job)["NodeList"] == "n[1-3]"
+            cluster.crash("n2")
+            long_jobs.wait_for_steps(name, start=2)
+        finally:
+            cluster.boot("n2")
+        assert long_jobs.wait_for_end(name, job, seconds=180)
+    log = long_jobs.log(name)
+    assert "n2 does not answer Slurm" in log
+    assert "trains on in this allocation: 2 of 3 nodes are good" in log
+    logs = long_jobs.run_dir(name) / f"slurm/job_{job}"
+    assert {str(file.relative_to(logs)) for file in logs.rglob("node_*")} == {
+        "restart_0/node_n1.log",
+        "restart_0/node_n2.log",
+        "restart_1/node_n1.log",
+        "restart_1/node_n3.log",
+    }
+    assert cluster.job(job)["Restarts"] == "0"
+    assert long_jobs.events(name, "resumed")[0] >= 10
+    assert are_equal_runs(long_jobs, name, "whole")
 
 
 WRONG_SUM = """
@@ -614,7 +705,7 @@ def test_deviating_node_is_excluded(long_jobs, whole_cluster):
     lines = 'case "$*" in *--quick*) [ "$(hostname)" = n2 ] && PATH;; esac'
     python = wrap_python(long_jobs.folder, "sum", WRONG_SUM, lines)
     name = "beside"
-    words = ("nodes=3", "cpus=2", "preflight=true", python, "run.max_steps=6")
+    words = ("nodes=3", "cpus=2", "exclude=n[5-8]", "preflight=true", python, "run.max_steps=6")
     job = long_jobs.submit(name, *words)
     assert long_jobs.wait_for_end(name, job, seconds=240)
     log, logs = long_jobs.log(name), long_jobs.run_dir(name) / f"slurm/job_{job}"
@@ -624,7 +715,7 @@ def test_deviating_node_is_excluded(long_jobs, whole_cluster):
         assert f"{node} fit: " in (logs / "restart_0/preflight_nodes.log").read_text()
     assert json.loads((logs / "restart_0/preflight_all.json").read_text())["bad_nodes"] == ["n2"]
     assert json.loads((logs / "restart_1/preflight_all.json").read_text())["fit"] is True
-    expected = {"ExcNodeList": "n2", "NodeList": "n[1,3-4]"}
+    expected = {"ExcNodeList": "n[5-8],n2", "NodeList": "n[1,3-4]"}
     assert long_jobs.cluster.job(job).items() >= expected.items()
     assert long_jobs.starts(name) == 1
     assert long_jobs.status(name)["state"] == "finished"

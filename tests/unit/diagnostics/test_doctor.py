@@ -17,6 +17,7 @@ from launcher.diagnostics.findings import Finding, Report
 from launcher.diagnostics.gpus import GIB, gpu_findings, query_nvml, visible_gpus
 from launcher.diagnostics.node_checks import host_findings, place_findings
 from launcher.distributed import host_memory, spawn
+from launcher.distributed.network import node_name
 from tests import REPOSITORY
 
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -227,7 +228,7 @@ def test_bad_nodes_use_slurm_node_names(monkeypatch):
     findings = [finding(state, host=host) for host, state in states.items()]
     assert make_report(finding("bad"), *findings, nodes=3).bad_nodes == ["gpu-3", "gpu-7"]
     monkeypatch.delenv("SLURMD_NODENAME")
-    assert findings_module.host_name() == socket.gethostname()
+    assert node_name() == socket.gethostname()
 
 
 RATES = {

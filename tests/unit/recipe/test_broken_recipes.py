@@ -398,6 +398,10 @@ IN_ARGUMENTS = r"""
 | checkpoint={export: at_end, export_base: quantized} & lora={quantize: nf4} | checkpoint.export_base/needs-checkpoint.export_merged
 | slurm.time=soon | /form
 | slurm.nodes=4-2 | /form
+| slurm={nodes: 2, train_nodes: 3} | slurm.train_nodes/too-large
+| slurm={nodes: 2-4, train_nodes: 3} | slurm.train_nodes/too-large
+| slurm.train_nodes=0 | /range
+| slurm.train_nodes=all | /type
 | slurm.environment={A B: x} | slurm.environment.A B/form
 | model.config=${model.config} | /interpolation
 | data.cache=None & run.dir=None | data.cache/form & /form

@@ -102,7 +102,12 @@ def test_script_contains_all_options():
     parsed = options_of_job_program(text, "7", "9")
     assert [run for run, _ in parsed.run] == ["/runs/a/0", "/runs/a/1", "/runs/a/2"]
     assert (parsed.lead, parsed.script, parsed.chain) == (300, "/spool/script", ["7", "9"])
+    spare = render(job(nodes=130, train_nodes=128, gpus_per_node=8))
+    assert spare.splitlines()[1] == "# a: 128 of 130 nodes, 8 ranks on each"
+    assert {"--nodes=130", "--no-kill"} <= set(options(spare))
+    assert "--nodelist=NODES" in spare
     plain = render(job(nodes=2, ranks_per_node=3))
+    assert "--no-kill" not in plain
     assert plain.splitlines()[1] == "# a: 2 nodes, 3 ranks on each"
     assert options_of_job_program(plain).chain == []
     assert "--gpus-per-node" not in plain, "a CPU node has no GPU option"
@@ -286,6 +291,9 @@ _INDIVISIBLE = "64 is not a multiple of 8 (micro-batch) x 3 (ranks) = 24"
         ("time=soon", f"...slurm.time=\"soon\": {_TIME}; got 'soon'"),
         ("nodes=4-2", "...must be a number, or a range such as 2-4; got '4-2'"),
         ("nodes=0", "...slurm.nodes=0: must be at least 1; got 0"),
+        ("train_nodes=2", "...must be at most 1, as slurm.nodes=1 may give no more; got 2"),
+        ("train_nodes=0", "...slurm.train_nodes=0: must be at least 1, or null; got 0"),
+        ("train_nodes=most", "...slurm.train_nodes=...must be a whole number; got 'most'"),
         ("host_memory=much", "...a number with K, M, G or T, such as 500G; got 'much'"),
         ("account=a\nb", "...slurm.account=...cannot be written in a job script..."),
         ("sbatch_extra=rm", "...must be options, --name or --name=value; got 'rm'"),
@@ -635,28 +643,100 @@ def test_lead_is_twice_a_measured_step_plus_save(run):
     assert attempts.measured_lead(run.path) == 481
 
 
+THREE = {"show hostnames": "n1\nn2\nn3\n", "": "JobState=RUNNING Restarts=0"}
+"""What scontrol prints about a job of three nodes."""
+
+
 @pytest.mark.parametrize(
     ("nodes", "bad", "excluded"),
     [(3, ("n2",), "n9,n2"), (3, ("n1", "n2", "n3"), None), (1, ("n1",), "n9,n1"), (2, (), None)],
 )
 def test_bad_node_is_excluded(start_job, nodes, bad, excluded):
     job, commands = start_job({"SLURM_JOB_NUM_NODES": str(nodes)}, "")
-    assert job.requeue(JobInfo("RUNNING", 0, excluded="n9"), bad)
+    job.bad_nodes += bad
+    assert job.requeue(JobInfo("RUNNING", 0, excluded="n9"))
     updates = [words for words in commands if words[0] == "update"]
     expected = [("update", "JobId=7", f"ExcNodeList={excluded}")]
     assert updates == ([] if excluded is None else expected)
 
 
-def test_a_node_that_the_ranks_have_lost_is_excluded(start_job):
-    """The job was requeued onto it."""
-    printed = "JobState=RUNNING Restarts=0 n1 n2 n3"  # of both commands
-    job, commands = start_job({"SLURM_JOB_NUM_NODES": "3"}, printed)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_node_that_the_ranks_have_lost_is_excluded(start_job, ranks):
+    """The job was requeued onto it. If the node had one rank, that one may have been killed alone."""
+    job, commands = start_job({"SLURM_JOB_NUM_NODES": "3"}, THREE, ranks_per_node=ranks)
     job.attempts.begin()
     lost = {"lost_nodes": ["n2", "other"]}
     RunFolder(job.run_dir).write_status("failed", step=4, reason="rank_lost", error="", **lost)
-    assert job.end(1, []) == 0
+    assert job.end(1) == 0
     updates = [words for words in commands if words[0] == "update"]
-    assert updates == [("update", "JobId=7", "ExcNodeList=n2")]
+    assert updates == ([("update", "JobId=7", "ExcNodeList=n2")] if ranks > 1 else [])
+
+
+@pytest.mark.parametrize(("silent", "excluded"), [("n3", "n3"), ("", None), ("n1 n2 n3", None)])
+def test_a_node_that_does_not_answer_slurm_is_excluded(start_job, monkeypatch, silent, excluded):
+    """The node of rank 0 has the ranks' store: without it, the ranks cannot tell which one is lost. A
+    rank that crashed leaves its node, which answers."""
+    monkeypatch.setenv("SILENT", silent)
+    job, commands = start_job({"SLURM_JOB_NUM_NODES": "3"}, THREE)
+    job.attempts.begin()
+    RunFolder(job.run_dir).write_status("failed", step=4, reason="agent_lost", error="store")
+    assert job.end(1) == 0
+    updates = [words for words in commands if words[0] == "update"]
+    expected = [("update", "JobId=7", f"ExcNodeList={excluded}")]
+    assert updates == ([] if excluded is None else expected)
+
+
+def test_no_node_is_lost_if_the_job_is_warned_before_all_have_answered(start_job, monkeypatch):
+    job, _ = start_job({"SLURM_JOB_NUM_NODES": "3"}, THREE)
+
+    def check(seconds, log_file, *words, nodes):
+        log_file.write_text("n1\n")
+        job.warned = True
+
+    monkeypatch.setattr(job, "_check", check)
+    assert job._find_lost({}) == job.bad_nodes == []
+
+
+def test_a_spare_node_takes_the_place_of_a_lost_one(start_job, monkeypatch, capsys):
+    """Twice; then too few nodes are left. The first node is not the first that is lost."""
+    job, commands = start_job({"SLURM_JOB_NUM_NODES": "3"}, THREE, train_nodes=1)
+    job.begin()
+    lost = ["n2", "n3", "n1"]
+
+    def train():
+        step = job.restart + 1
+        record = {"reason": "rank_lost", "error": "", "lost_nodes": [lost[job.restart]]}
+        RunFolder(job.run_dir).write_status("failed", step=step, **record)
+        (job.run_dir / f"checkpoints/step_0000000{step}").mkdir(parents=True)
+        return 1
+
+    monkeypatch.setattr(job, "train", train)
+    for number in (1, 2):
+        assert job.attempt() is None
+        assert (job.restart, os.environ["LAUNCHER_START"]) == (number, str(number))
+        assert not [words for words in commands if words[0] == "requeue"]
+    assert job.attempt() == 0
+    assert job.bad_nodes == lost
+    assert "trains on in this allocation: 1 of 3 nodes are good" in capsys.readouterr().err
+    assert [words[0] for words in commands if words[0] in ("requeue", "update")] == ["requeue"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "possible"),
+    [(["n2"], True), (["n2", "n3"], False), (["n1"], False), (["n4", "n2"], False), ([], True)],
+)
+def test_spare_nodes_that_are_needed(start_job, bad, possible):
+    """n1 has the address at which the nodes meet."""
+    job, _ = start_job(
+        {"SLURM_JOB_NUM_NODES": "4"}, THREE | {"show hostnames": "n1\nn2\nn3\nn4"}, train_nodes=3
+    )
+    job.bad_nodes += bad
+    assert job.can_train is possible
+    if bad == ["n2"]:
+        assert job._select(job.good_nodes) == ["--overlap", "--nodelist=n1,n3,n4"]
+    if not bad:
+        assert job._select(job.good_nodes[:3]) == ["--nodelist=n1,n2,n3"]
+        assert job._select(job.good_nodes) == []
 
 
 @pytest.mark.parametrize(
@@ -666,10 +746,10 @@ def test_job_ended_by_slurm_is_not_requeued(start_job, output):
     job, commands = start_job({}, output)
     job.attempts.begin()
     known = JobInfo.read("7")
-    assert not job.requeue(known, [])
+    assert not job.requeue(known)
     assert not [words for words in commands if words[0] == "requeue"]
     if known.restarts != 1:
-        assert job.end(1, []) == 1
+        assert job.end(1) == 1
         assert Attempts.read(job.run_dir, "7", max_failures=3).open
 
 
@@ -678,20 +758,21 @@ def test_exit_status_of_a_job(start_job, capsys):
     run = RunFolder(job.run_dir)
     job.attempts.begin()
     job.refused.write_text("x: wrong\n")
-    assert job.end(1, []) == 2
+    assert job.end(1) == 2
     assert "x: wrong" in capsys.readouterr().err
     run.write_status("running", step=3)
-    assert job.end(1, []) == 2, "refused after a restart by torchrun"
+    assert job.end(1) == 2, "refused after a restart by torchrun"
     assert run.read_status()["reason"] == "killed"
     run.write_status("finished", step=9)
-    assert job.end(0, []) == 0, "refused once, but finished after a restart"
+    assert job.end(0) == 0, "refused once, but finished after a restart"
     job.refused.unlink()
     run.write_status("failed", step=9, reason="error")
-    assert job.end(1, []) == 0, "requeued"
-    assert job.end(0, ["n1"]) == 0
+    assert job.end(1) == 0, "requeued"
+    job.bad_nodes = ["n1"]
+    assert job.end(0, unfit=True) == 0
     assert "failed (not fit to train: n1); 2 in a row without" in capsys.readouterr().err
     job.terminated = True
-    assert job.end(1, []) == 75
+    assert job.end(1) == 75
 
 
 @pytest.mark.parametrize(
@@ -771,10 +852,18 @@ def test_successor_resumes_unless_the_job_ended_normally(run, monkeypatch, state
 # The program of the job, with an srun that runs the command on this machine
 
 SRUN = """#!/bin/bash
+asks=
 while [[ $1 == -* || $1 =~ ^[0-9]+$ ]]; do
     [[ $1 == --output=* ]] && exec >>"${1#--output=}" 2>&1
+    [[ $1 == --overlap ]] && asks=yes
     shift
 done
+if [[ $asks ]]; then
+    for node in n1 n2 n3; do
+        [[ " $SILENT " == *" $node "* ]] || SLURMD_NODENAME=$node "$@"
+    done
+    exit
+fi
 exec "$@"
 """
 
@@ -800,14 +889,19 @@ def start_job(tmp_path, folder, monkeypatch):
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1"}
     slurm |= {"SLURM_CPUS_ON_NODE": "4", "SLURMD_NODENAME": "n1"}
 
-    def start(variables, printed, *options, python=sys.executable):
-        commands = []
-        scontrol = lambda *words: commands.append(words) or printed  # noqa: E731
+    def start(variables, printed, *options, python=sys.executable, **slurm_section):
+        """printed: a text, or texts by the beginning of the command."""
+        commands, texts = [], {"": printed} if isinstance(printed, str) else printed
+        text = lambda line: next((texts[key] for key in texts if line.startswith(key)), "")  # noqa: E731
+        scontrol = lambda *words: commands.append(words) or text(" ".join(words))  # noqa: E731
         for module in (scheduler, job_module):
             monkeypatch.setattr(module, "scontrol", scontrol)
         for name, value in (slurm | variables).items():
             monkeypatch.setenv(name, value)
-        settings = f"{{ranks_per_node: 2, max_restarts: 0, python: {python}}}"
+        section = {"ranks_per_node": 2, "max_restarts": 0, "python": str(python), **slurm_section}
+        if "train_nodes" in section:
+            section["nodes"] = int(os.environ["SLURM_JOB_NUM_NODES"])
+        settings = json.dumps(section)
         for name in ("recipe.yaml", "other.yaml"):
             (folder / name).write_text(f"{SMALL}slurm: {settings}\n")
         words = ["--run", str(tmp_path / "run"), "recipe.yaml", "--script", "s", "--lead", "300"]
