@@ -177,7 +177,7 @@ def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, boo
             larger: True,
         },
         "recomputation": {
-            "activation_checkpointing.mode=selective": mode == "full",
+            "activation_checkpointing.mode=selective": mode in ("full", "all_but_attention"),
             "activation_checkpointing=null": mode is not None and memory,
             "model.keep_logits=true": (
                 mode is None
@@ -219,7 +219,7 @@ def _less_memory(profile: StepProfile, recipe: Recipe) -> dict[str, bool]:
         f"batch.micro_batch_tokens={tokens // 2}": tokens >= 2 * recipe.data.row_length,
         "activation_checkpointing.mode=selective": mode is None,
         "activation_checkpointing={mode: full, budget: null}": kept is not None,
-        "activation_checkpointing.mode=full": mode == "selective",
+        "activation_checkpointing.mode=full": mode in ("selective", "all_but_attention"),
         "strategy.shard_optimizer=true": ddp and not strategy.shard_optimizer and several,
         "strategy.kind=fsdp": ddp and several,
         "strategy.cpu_offload={}": not ddp and strategy.cpu_offload is None,

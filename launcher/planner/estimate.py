@@ -132,7 +132,7 @@ class _Step:
     def _set_activations(self) -> None:
         work = self.work
         checkpointing = work.recipe.activation_checkpointing
-        selective = checkpointing is not None and checkpointing.mode == "selective"
+        selective = checkpointing is not None and checkpointing.mode != "full"
         self.activations, self.kept_casts = work.root.kept, work.root.casts
         self.working = self.space = 0.0
         for block, twice in zip(work.blocks, work.recomputed, strict=True):

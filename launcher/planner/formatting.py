@@ -91,7 +91,7 @@ def strategy_text(recipe: Recipe, ranks: int) -> str:
         kind = "DoRA" if recipe.lora.dora else "LoRA"
         parts.append(f"{kind} {recipe.lora.rank}{quantized}")
     if checkpointing is not None:
-        text = f"{checkpointing.mode} checkpointing"
+        text = f"{checkpointing.mode.replace('_', ' ')} checkpointing"
         if checkpointing.budget is not None:
             text += f" of {checkpointing.budget}"
         if checkpointing.every_n_blocks > 1:

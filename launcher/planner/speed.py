@@ -179,7 +179,7 @@ def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
     compiled = work.recipe.model.compiles
     savings = (FUSED_MOVED, FUSED_LAUNCHES) if compiled else (1.0, 1.0)
     checkpointing = work.recipe.activation_checkpointing
-    selects = checkpointing is not None and checkpointing.mode == "selective" and not compiled
+    selects = checkpointing is not None and checkpointing.mode != "full" and not compiled
     launch = LAUNCH_SELECTIVE if selects else LAUNCH
 
     def seconds(

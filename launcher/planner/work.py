@@ -23,7 +23,7 @@ from launcher.planner.recipe_values import micro_batches_of
 from launcher.recipe.schema import Optimizer, Recipe
 from launcher.strategies.base import compute_dtype
 from launcher.strategies.pipeline import passes_in_flight, schedule
-from launcher.training.operators import Saved, share_of_budget
+from launcher.training.operators import Operator, Saved, share_of_budget
 
 STATE_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2 * (1 + 4 / 256), "sgd": 4, "adafactor": 0}
 """Bytes of optimizer state for each parameter, AdamW by the dtype of its state. 256 int8 numbers
@@ -82,7 +82,8 @@ class BlockCost:
     selective: float = 0
     """Kept by selective checkpointing in addition to the input of the block."""
     spared: float | None = None
-    """Share of the operators' cost that a budget saves in recomputation; None without a budget."""
+    """Share of the operators' cost that recomputation is spared by a budget, or because attention is kept;
+    None: neither."""
     output: float
     widest: float
     """The largest tensor."""
@@ -280,9 +281,13 @@ class Work:
                 kept = float(self.rows * saved.compiled)
             moved, launches = float(self.rows * saved.moved), saved.launches
             checkpointing = self.recipe.activation_checkpointing
+            chosen: list[Operator] | None = None
+            if checkpointing is not None and checkpointing.mode == "all_but_attention":
+                chosen = [operator for operator in saved.operators if operator.attention]
             if checkpointing is not None and checkpointing.budget is not None:
                 whole = self.rows * sum(of_class[kind].kept for kind in profile.block_classes)
                 chosen = saved.keep(share_of_budget(checkpointing.budget, whole))
+            if chosen is not None:
                 selective = float(self.rows * sum(operator.size for operator in chosen))
                 spared = sum(operator.cost for operator in chosen) / saved.cost
         else:

@@ -502,9 +502,10 @@ class Strategy(Section):
 class ActivationCheckpointing(Section):
     """Activations that are recomputed in the backward pass instead of kept."""
 
-    mode: Literal["full", "selective"] = "full"
-    """full: keep only the input of a block. selective: also the outputs of attention and of every
-    other matrix product, or those within the budget."""
+    mode: Literal["full", "all_but_attention", "selective"] = "full"
+    """full: keep only the input of a block. all_but_attention: also the outputs of attention, which are
+    most of the work for rows of 100,000 tokens and more. selective: these and the outputs of every other
+    matrix product, or those within the budget."""
     budget: Size | Share | None = None
     """selective: memory that blocks may keep for the backward pass of a micro-batch: a size, such
     as 40GiB, or a share of what they keep without checkpointing. The most expensive operators that

@@ -44,6 +44,9 @@ class Kept(NamedTuple):
     """An operator, and the number of a call, from 0, among the block's calls of this operator."""
 
 
+ATTENTION_ALONE = Kept(attention=True, calls=frozenset())
+
+
 def recomputation_changes_state(block: nn.Module) -> bool:
     """Whether recomputation would update running statistics twice (BatchNorm)."""
     return any(
@@ -69,7 +72,7 @@ def checkpoint_blocks(
     """Wraps every n-th block (the first, the n+1-th, ...), except blocks with BatchNorm.
 
     `kept` is what mode selective keeps of each block, by default attention and every other matrix
-    product. `offload` moves the inputs of blocks, if the mode does. `recomputation` is called in the
+    product; all_but_attention keeps attention. `offload` moves the inputs of blocks, if the mode does. `recomputation` is called in the
     forward pass of each block, and returns the context in which it is computed again. Returns all
     blocks, wrapped or not, by name.
     """
@@ -79,8 +82,9 @@ def checkpoint_blocks(
         if index % checkpointing.every_n_blocks or recomputation_changes_state(block):
             continue
         contexts: Contexts | None = None
-        if checkpointing.mode == "selective":
-            contexts = partial(_contexts, kept[name] if kept else None)
+        if checkpointing.mode != "full":
+            chosen = ATTENTION_ALONE if checkpointing.mode == "all_but_attention" else None
+            contexts = partial(_contexts, kept[name] if kept else chosen)
         if recomputation is not None:
             contexts = partial(_within, recomputation, contexts)
         extra: dict[str, Any] = {} if contexts is None else {"context_fn": contexts}

@@ -306,6 +306,8 @@ def _count_flops(
     blocks = [module for module in wrapped.module.modules() if is_checkpointed(module)]
     if checkpointing is None or checkpointing.mode == "full":
         recomputed = recomputed_flops(prepared.model, blocks)
+    elif checkpointing.mode == "all_but_attention":
+        recomputed = TokenFlops(recomputed_flops(prepared.model, blocks).products)
     elif checkpointing.budget is None:  # half of the matrix products, and no attention
         recomputed = TokenFlops(recomputed_flops(prepared.model, blocks).products / 2)
     # A stage of a pipeline has some of the blocks

@@ -70,6 +70,7 @@ TP = "strategy.tensor_parallel_size="
 EP = "strategy.expert_parallel_size="
 SELECTIVE = "activation_checkpointing={mode: selective}"
 BUDGET = "activation_checkpointing={mode: selective, budget: 0.6}"
+_ALL_BUT_ATTENTION = "activation_checkpointing={mode: all_but_attention, offload_to_cpu: true}"
 _FULL = "activation_checkpointing={mode: full}"
 _COPIES = "strategy.replicate=2"
 _HELD_BACK = "strategy.sync_every_micro_batch=false"
@@ -203,6 +204,7 @@ VARIANTS |= {
     "tiles, held back": [_TILES, _HELD_BACK],
     "tiles, kept": [_TILES, _KEPT, SELECTIVE],
     "tiles, context 4": [_TILES, CP + "4", _FULL],
+    "tiles, context 4, attention kept": [_TILES, CP + "4", _ALL_BUT_ATTENTION],
     "tiles, pipeline 2": [_TILES, PP + "2"],
     "tiles, lora": [_TILES, LORA],
     "tiles, compiled": [_TILES, _COMPILED, _FULL],

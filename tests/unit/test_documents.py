@@ -154,6 +154,9 @@ CONFIGS = {
     | {"num_hidden_layers": 36},
     "llama_3_1_8b_one_gpu": LLAMA_8B,
     "llama_3_1_8b_128k": LLAMA_8B,
+    "qwen3_8b_1m": LLAMA_8B
+    | {"model_type": "qwen3", "vocab_size": 151936, "intermediate_size": 12288}
+    | {"num_hidden_layers": 36},
     "llama_3_1_70b": LLAMA_8B
     | {"hidden_size": 8192, "intermediate_size": 28672}
     | {"num_hidden_layers": 80, "num_attention_heads": 64},

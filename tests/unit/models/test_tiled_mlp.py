@@ -63,7 +63,7 @@ def test_the_gradients_are_those_of_the_whole_mlp(kind, tile):
     assert_same(loss_and_gradients(model), expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("mode", ["full", "all_but_attention", "selective"])
 def test_with_activation_checkpointing(mode):
     expected = loss_and_gradients(small("llama"))
     model = small("llama")

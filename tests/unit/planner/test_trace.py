@@ -120,10 +120,13 @@ def test_ddp_keeps_unreduced_gradients_and_buckets():
 
 
 def test_checkpointing_keeps_block_inputs():
-    none, selective, full = (
-        step(checkpointing=mode).after_forward.activations for mode in (None, "selective", "full")
+    none, selective, attention, full = (
+        step(checkpointing=mode).after_forward.activations
+        for mode in (None, "selective", "all_but_attention", "full")
     )
-    assert full < selective < none
+    assert full < attention < selective < none
+    # Its outputs, and in float32 a number for each head and token
+    near(attention - full, LAYERS * 2 * LENGTH * HIDDEN * 4, by=0.15)
     # The inputs of the blocks, the output of the last block and the final norm, each
     # (2, tokens, hidden) in float32, and the rotary embedding
     near(full, (LAYERS + 4) * 2 * LENGTH * HIDDEN * 4, by=0.15)

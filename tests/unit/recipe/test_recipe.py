@@ -98,6 +98,7 @@ def value_at(recipe, path):
 def test_shipped_recipes_are_written_with_every_key(file, tmp_path):
     ranks = {
         "llama_3_1_8b_128k": 8,
+        "qwen3_8b_1m": 8,
         "qwen3_30b_a3b": 8,
         "llama_3_1_70b_tensor": 16,
         "llama_3_1_405b_pipeline": 256,

@@ -104,6 +104,49 @@ def test_selective_mode_recomputes_every_other_product(mode, recomputed):
     assert counts[torch.ops.aten.mm.default] == backward_products + recomputed
 
 
+@pytest.mark.parametrize(
+    ("mode", "attention", "products"), [("full", 1, 2), ("all_but_attention", 0, 2)]
+)
+def test_attention_alone_is_kept(mode, attention, products):
+    class Attends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.enter = nn.Linear(8, 8, bias=False)
+            self.leave = nn.Linear(8, 8, bias=False)
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            heads = self.enter(x).view(1, 6, 2, 4).transpose(1, 2)
+            seen = nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+            return torch.tanh(self.leave(seen.transpose(1, 2).reshape(6, 8))) * self.scale
+
+    def run(mode):
+        torch.manual_seed(0)
+        model, counts = nn.Sequential(Attends()), Counter()
+
+        class Count(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                counts[function] += 1
+                return function(*args, **(kwargs or {}))
+
+        if mode:
+            checkpointed(model, mode=mode)
+        x = torch.randn(6, 8, requires_grad=True)
+        output = model(x)
+        with Count():
+            output.square().sum().backward()
+        return counts, [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+    plain, expected = run(None)
+    counts, found = run(mode)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert (plain[kernel], counts[kernel]) == (0, attention)
+    product = torch.ops.aten.mm.default
+    assert counts[product] == plain[product] + products
+    for own, other in zip(found, expected, strict=True):
+        assert torch.equal(own, other)
+
+
 @pytest.fixture
 def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
