@@ -460,7 +460,9 @@ def varlen_attention(
         options["is_causal"] = getattr(module, "is_causal", True)
     inputs = [query, key, value]
     if options.get("cu_seq_lens_q") is None:
-        if not (has_sinks(options) and _kernel_fits(query, key, options)):
+        # Other operators would need a mask of tokens x tokens
+        windowed = (options.get("sliding_window") or query.shape[2]) < query.shape[2]
+        if not ((has_sinks(options) or windowed) and _kernel_fits(query, key, options)):
             return _dense(inputs, options), None
         options |= _bounds_of_rows(query)
     # (batch x tokens, heads, head size): rows concatenated

@@ -262,6 +262,30 @@ def test_unpacked_rows_need_no_document_bounds():
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [5, 16, None])
+def test_a_window_of_unpacked_rows_needs_no_mask_on_a_gpu(window, monkeypatch):
+    """A mask of int64 had 128 GiB for a row of 131,072 tokens."""
+    varlen_on_cpu.register()
+    monkeypatch.setattr(attention_module, "has_varlen_kernel", lambda tensor: True)
+    monkeypatch.setattr(attention_module, "without_flash", lambda device: False)
+    torch.manual_seed(0)
+    query, key, value = (
+        torch.randn(2, heads, 16, 8, dtype=torch.bfloat16, requires_grad=True)
+        for heads in (4, 2, 2)
+    )
+    calls = varlen_on_cpu.CALLS["forward"]
+    found, _ = attention_module.varlen_attention(
+        None, query, key, value, None, sliding_window=window, is_causal=True
+    )
+    assert varlen_on_cpu.CALLS["forward"] - calls == (window == 5)
+    distance = torch.arange(16)[:, None] - torch.arange(16)
+    seen = (distance >= 0) & (distance < (window or 16))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        query.float(), key.float(), value.float(), attn_mask=seen, enable_gqa=True
+    )
+    torch.testing.assert_close(found.float(), expected.transpose(1, 2), rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("model_type", MODELS)
 def test_padded_rows_need_no_mask(model_type, monkeypatch):
     """Without transformers' mask, logits and gradients of tokens with targets are bit-identical."""
