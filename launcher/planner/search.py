@@ -89,6 +89,13 @@ def search_configurations(
         evaluated_count += sum(map(len, groups))
         fitting += search.with_one_pipeline(search.fastest_of(groups))
         best = min(fitting, key=lambda c: c.seconds.total, default=None)
+    # A search offloads nothing as long as something fits without; the recipe may know better
+    if (
+        best is not None
+        and written.plan.has_room
+        and written.seconds.total * (1 + EQUAL_SPEED) < best.seconds.total
+    ):
+        fitting, best = [written, *fitting], written
     if keep_written and best is not None and _as_good(written, best):
         fitting, best = [written], written
     nothing_fits = best is None and machine.memory is not None
