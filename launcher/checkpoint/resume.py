@@ -30,6 +30,7 @@ _HARMLESS = (
     "model.attention",
     "model.compile",
     "model.keep_logits",
+    "model.mlp_tile",
     "model.trust_remote_code",
     "data.workers",
     "data.prefetch_factor",

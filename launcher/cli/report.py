@@ -350,7 +350,15 @@ def _experts(runs: list[_ReportedRun]) -> Iterator[Figure]:
             found = json.loads(file.read_bytes())
             step = int(found["step"])
             layers = {name: [float(v) for v in row] for name, row in found["layers"].items()}
-        except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        except (
+            OSError,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ):
             continue  # damaged
         title = f"Load of each expert, by layer, at step {step:,} (1: the mean)"
         if layers:

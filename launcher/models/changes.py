@@ -60,8 +60,10 @@ def build_with_tokens(
     use_operators_without_values(model)
     grow_vocabulary(model, new_ids)
     record_of(model).new_tokens = new_ids
-    if section.router_bias_update_rate:  # before the weights, which are read into them
-        make_biases_buffers(model)
+    if section.builder is None:
+        # Before the weights, which are read into them; and with any rate, so that a checkpoint does
+        # not depend on it
+        make_biases_buffers(model, needed=section.router_bias_update_rate > 0)
     return model
 
 

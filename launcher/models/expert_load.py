@@ -176,11 +176,11 @@ def watch_experts(model: nn.Module) -> ExpertLoad | None:
     return ExpertLoad(model) if find_experts(model) else None
 
 
-def make_biases_buffers(model: nn.Module) -> None:
+def make_biases_buffers(model: nn.Module, *, needed: bool) -> None:
     """Makes the biases of a meta model buffers where they are frozen parameters, so that all ranks have
-    them whole, and checkpoints hold them. Raises RecipeError if a model has no such biases."""
+    them whole, and checkpoints hold them. Raises RecipeError if they are needed and a model has none."""
     found = [_find_bias(model, name) for name in find_experts(model)]
-    if all(owner is None for owner, _ in found):
+    if needed and all(owner is None for owner, _ in found):
         what = f"{type(model).__name__} has no bias that its routers add to choose experts"
         raise RecipeError(f"{KEY}: {what} ({', '.join(EXPERT_BIAS)}); set it to 0")
     for owner, name in found:

@@ -8,6 +8,7 @@ that the intermediate activations of one tile exist at a time (TiledMLP: Bekman 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -34,8 +35,10 @@ def tile_mlps(model: nn.Module, blocks: Mapping[str, nn.Module], tile: int) -> N
         what = f"the blocks of {name} have no module named {' or '.join(MLPS)}"
         raise RecipeError(f"{KEY}: {what}; set it to null")
     for mlp in found:
-        random = [each for each in mlp.modules() if isinstance(each, nn.Dropout) and each.p > 0]
-        if random:
+        if len(inspect.signature(mlp.forward).parameters) > 1:
+            what = f"the MLPs of {name} compute with more than one tensor"
+            raise RecipeError(f"{KEY}: {what}; set it to null")
+        if any(map(_drops, mlp.modules())):
             what = f"the MLPs of {name} have dropout, and a tile would draw other numbers again"
             raise RecipeError(f"{KEY}: {what}; set the dropout to 0, or {KEY} to null")
         if not isinstance(mlp, TiledMLP):
@@ -47,6 +50,14 @@ def tile_mlps(model: nn.Module, blocks: Mapping[str, nn.Module], tile: int) -> N
 
 def _mlps(block: nn.Module) -> list[nn.Module]:
     return [child for name, child in block.named_children() if name in MLPS]
+
+
+def _drops(module: nn.Module) -> bool:
+    """Whether it has dropout: it is one, or has the rate for a function (Starcoder 2, Seed-OSS)."""
+    if isinstance(module, nn.Dropout):
+        return module.p > 0
+    rates = (value for name, value in vars(module).items() if "dropout" in name)
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
 
 
 class TiledMLP(nn.Module):

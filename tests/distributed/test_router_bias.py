@@ -92,6 +92,17 @@ def test_resumed_on_two_ranks_with_divided_experts(tmp_path):
     torch.testing.assert_close(mean, torch.ones(3), rtol=0, atol=1e-3)
 
 
+def test_a_resume_may_begin_and_end_to_update_them(tmp_path):
+    """A checkpoint holds frozen biases, too."""
+    prepare(tmp_path, "afmoe", AFMOE)
+    kept = ("model.router_bias_update_rate=0", "checkpoint.allow_changes=true")
+    trained(tmp_path, "run", "run.max_steps=3", *kept)
+    begun = biases(trained(tmp_path, "run", "run.max_steps=6", kept[1]))
+    assert 0 < max(bias.abs().max() for bias in begun.values()) <= 3 * 0.01 * 1.0001
+    ended = biases(trained(tmp_path, "run", "run.max_steps=9", *kept))
+    assert all(torch.equal(ended[name], bias) for name, bias in begun.items())
+
+
 @pytest.mark.long
 def test_other_divisions(tmp_path):
     prepare(tmp_path, "glm4_moe", GLM)

@@ -54,6 +54,7 @@ def test_allowed_changes_are_listed():
         *("logging.tensorboard=true", "logging.every_steps=5", "optimizer.learning_rate=1e-5"),
         *("schedule.kind=linear", "data.workers=0", "data.cache=elsewhere", "model.compile=true"),
         "model.keep_logits=true",
+        "model.mlp_tile=64",
         *("data.validation=null", "activation_checkpointing={mode: selective}"),
     ]
     shown = changes(*overrides)

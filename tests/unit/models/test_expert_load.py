@@ -79,7 +79,7 @@ def trained(kind, *, size=8, rate=0.0, checkpointed=False, steps=1, step_rate=0.
     """The model after some steps, and its load. step_rate: the learning rate."""
     model = small(kind)
     if rate:
-        make_biases_buffers(model)
+        make_biases_buffers(model, needed=True)
     load = watch_experts(model)
     assert load is not None
     if checkpointed:
@@ -179,7 +179,7 @@ def test_a_step_that_is_given_up_leaves_no_counts():
 def test_models_without_a_bias_are_refused():
     message = "^model.router_bias_update_rate: Qwen3MoeForCausalLM has no bias that its routers add"
     with pytest.raises(RecipeError, match=message):
-        make_biases_buffers(small("qwen3_moe"))
+        make_biases_buffers(small("qwen3_moe"), needed=True)
 
 
 def test_a_model_without_experts_has_no_load():

@@ -133,6 +133,8 @@ def test_what_cannot_be_tiled_is_refused():
         ("qwen3_moe", FAMILIES["qwen3_next"], "the blocks of Qwen3NextForCausalLM have experts"),
         ("mamba", FAMILIES["mamba"], "have no module named mlp or feed_forward"),
         ("gpt2", KINDS["gpt2"] | {"resid_pdrop": 0.1}, "have dropout"),
+        ("starcoder2", BASE | {"residual_dropout": 0.1}, "have dropout"),
+        ("bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4}, "more than one tensor"),
     ):
         kind = "qwen3_next" if kind == "qwen3_moe" else kind
         section = schema.Model(config={"model_type": kind, **config})
