@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import shlex
 import time
 from collections.abc import Iterator, Mapping
@@ -350,6 +351,8 @@ def _experts(runs: list[_ReportedRun]) -> Iterator[Figure]:
             found = json.loads(file.read_bytes())
             step = int(found["step"])
             layers = {name: [float(v) for v in row] for name, row in found["layers"].items()}
+            if not all(math.isfinite(v) for row in layers.values() for v in row):
+                raise ValueError
         except (
             OSError,
             ValueError,

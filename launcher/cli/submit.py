@@ -167,6 +167,7 @@ def sort_arguments(arguments: Sequence[str]) -> tuple[list[str], Sweep]:
             lists.setdefault(key, []).append(value)
         elif equals and name in keys:
             plain = name == "preflight" or (name in (*_NUMBERS, "lead") and value.isdigit())
+            plain = plain or value == "null"
             overrides.append(f"slurm.{name}={value if plain else json.dumps(value)}")
         else:
             overrides.append(argument)

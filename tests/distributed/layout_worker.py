@@ -317,7 +317,7 @@ def main(folder, launch):
     # Chunks of 16 vocabulary entries
     head_module.WIDTH_MULTIPLE = head_module.CHUNK_ELEMENTS = 16
     worker = LayoutWorker(folder, STEPS[launch == "quick"])
-    if launch == "compiled":  # a C++ compiler would take minutes
+    if launch.startswith("compiled"):  # a C++ compiler would take minutes
         torch.compile = functools.partial(torch.compile, backend="aot_eager")
     if launch in PARTS:
         PARTS[launch](worker)

@@ -299,10 +299,12 @@ LAUNCHES = {
         ("gpt_oss", "context 2, not packed"),
     ],
     "tiles": [(DEEP, v) for v in _variants("tiles") if "compiled" not in v],
-    "compiled": [
+    "compiled, 1": [
         (DEEP, "tiles, compiled"),
         *((ONE_KEY_HEAD, v) for v in _variants("compiled, tensor") if "classes" not in v),
-        *(("qwen3_moe", v) for v in _variants("compiled, experts")),
+    ],
+    "compiled, 2": [("qwen3_moe", v) for v in _variants("compiled, experts")],
+    "compiled, 3": [
         ("llama, bytes", "compiled, tensor 2, classes"),
         ("gemma3", "compiled, tensor 2"),
         ("deepseek_v3", "compiled, experts 2"),

@@ -409,7 +409,13 @@ def test_names_of_runs_are_no_markup_in_labels(tmp_path, browser):
 def test_the_load_of_experts_is_a_picture(tmp_path, browser):
     run, out = make_run(tmp_path / "run", 10), tmp_path / "report.html"
     file, layers = run.path / EXPERTS, {"layers.<b>0": [0.0, 2.0, 1.0], "layers.1": [1.0, 0.5, 1.5]}
-    damaged = ("", "[]", "[" * 100_000, '{"step": 4, "layers": {"a": null}}')
+    damaged = (
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"step": 4, "layers": {"a": [1, NaN]}}',
+        '{"step": 4, "layers": {"a": null}}',
+    )
     for text in (*damaged, '{"step": 1e400, "layers": {"a": [1]}}'):
         file.write_text(text)
         assert main.main(["report", str(run.path), f"out={out}"]) == 0
