@@ -78,6 +78,7 @@ NAMES = {
     "model.compile": "torch_compile",
     "model.new_tokens": "add_tokens add_special_tokens new_special_tokens_config",
     "model.path": "base_model model_name model_name_or_path pretrained_model_name_or_path",
+    "objective.loss": "label_smoothing_factor",
     "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
     "optimizer.eps": "adam_epsilon adam_eps epsilon",
     "optimizer.learning_rate": "lr",
@@ -115,8 +116,8 @@ NAMES = {
 """For each of our keys, their names. Names that end as our keys (max_steps) need no row."""
 ABSENT = {
     "noise on embeddings": "neftune_noise_alpha",
-    "the sum of the losses is cross-entropy and nothing else": "label_smoothing_factor "
-    "dpo_use_weighting dpo_loss_weights loss_weights use_weighting discopop_tau f_divergence_type "
+    "the sum of the losses is cross-entropy and nothing else": "dpo_use_weighting dpo_loss_weights loss_weights "
+    "use_weighting discopop_tau f_divergence_type "
     "f_alpha_divergence_coef router_aux_loss_coef moe_aux_loss_coef pref_ftx pref_bco_weight cpo_alpha rpo_alpha use_dft_loss "
     "use_asft_loss use_eaft_loss use_eaft ld_alpha center_rewards_coefficient",
     "reinforcement learning; TRL, verl and prime-rl have it": "reward_funcs "

@@ -465,6 +465,24 @@ def kinds_of(recipe: Recipe) -> set[str]:
     return {kind for _, _, kind in _sections(recipe)}
 
 
+def _label_smoothing(recipe: Recipe) -> Found:
+    objective = recipe.objective
+    if objective is None or objective.own:
+        return
+    arguments = objective.arguments or {}
+    amount, where = arguments.get("amount"), ("objective", "arguments")
+    if "amount" not in arguments:
+        what = (
+            f"missing; give objective.arguments.amount, such as {{amount: 0.1}} ({objective.loss})"
+        )
+        yield where, "missing", what
+    elif type(amount) is not float or not 0 < amount < 1:
+        what = f"must be a number above 0 and below 1; got {amount!r}"
+        yield (*where, "amount"), "range", what
+    for name in arguments.keys() - {"amount"}:
+        yield (*where, name), "unknown", f"no argument of {objective.loss}, which has amount"
+
+
 def _streaming(recipe: Recipe) -> Found:
     data, preference = recipe.data, recipe.preference
     if not data.streaming:
@@ -819,6 +837,7 @@ _RULES = (
     _sizes,
     _new_tokens,
     _mixture,
+    _label_smoothing,
     _streaming,
     _kinds_of_rows,
     _labels,

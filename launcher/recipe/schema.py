@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
 from launcher.recipe.section import (
+    LABEL_SMOOTHING,
     ByteSize,
     Day,
     Dtype,
@@ -34,6 +35,7 @@ from launcher.recipe.section import (
     Share,
     Size,
     StrictFloat,
+    TargetLoss,
     Text,
     TextList,
     auto,
@@ -615,13 +617,21 @@ class Kto(Section):
 
 
 class Objective(Section):
-    """A loss of yours on the targets of text data (see launcher/objectives/target_loss.py)."""
+    """A loss on the targets of text data in place of the cross-entropy (see
+    launcher/objectives/target_loss.py)."""
 
-    loss: Function
-    """`package.module:function`: gets the log-probabilities of the targets, (targets,), and returns
-    the loss of each; with the attribute needs = "logits": gets logits and targets."""
+    loss: TargetLoss
+    """label_smoothing: a part of the probability of a target goes to all tokens alike (Szegedy et al.,
+    2016), {amount: 0.1} in arguments. Or a function of yours, `package.module:function`: gets the
+    log-probabilities of the targets, (targets,), and returns the loss of each; with the attribute
+    needs = "logits": gets logits and targets."""
     arguments: dict[str, Any] | None = None
     """Further keyword arguments of the function; `${oc.env:NAME}` as in data.arguments."""
+
+    @property
+    def own(self) -> bool:
+        """Whether the loss is a function of the user's."""
+        return self.loss != LABEL_SMOOTHING
 
 
 class Optimizer(Section):
@@ -890,7 +900,7 @@ class Recipe(Section):
     distillation: Distillation | None = None
     """Train on the predictions of a teacher; null: on the tokens of the data only."""
     objective: Objective | None = None
-    """A loss of yours; null: the cross-entropy."""
+    """Label smoothing, or a loss of yours; null: the cross-entropy."""
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     evaluation: Evaluation = Evaluation()
@@ -910,7 +920,7 @@ class Recipe(Section):
     def own_functions(self) -> dict[str, str]:
         """The functions of the user that build what the recipe trains, by their keys."""
         named = {"model.builder": self.model.builder, "data.builder": self.data.builder}
-        if self.objective is not None:
+        if self.objective is not None and self.objective.own:
             named["objective.loss"] = self.objective.loss
         return {key: name for key, name in named.items() if name is not None}
 

@@ -146,6 +146,10 @@ def test_the_command_writes_the_recipe_and_says_what_is_lost(tmp_path, monkeypat
 
 
 AXOLOTL_KEYS = [
+    (
+        "label_smoothing_factor: 0.1",
+        {"objective.loss": "label_smoothing", "objective.arguments.amount": 0.1},
+    ),
     ("adapter: lora\nlora_r: 8\nlora_alpha: 16", {"lora.rank": 8, "lora.alpha": 16}),
     ("adapter: qlora\nload_in_4bit: true\nlora_target_linear: true", {"lora.quantize": "nf4"}),
     ("adapter: lora\nlora_target_modules: 'layers.\\d+.mlp.(up|down)_proj'",
