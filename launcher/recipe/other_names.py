@@ -64,6 +64,7 @@ NAMES = {
     "lora.b_ratio": "loraplus_lr_ratio",
     "lora.dora": "use_dora peft_use_dora",
     "lora.dropout": "lora_dropout",
+    "lora.init": "init_lora_weights peft_init_lora_weights pissa_init",
     "lora.modules_to_save": "lora_modules_to_save additional_target",
     "lora.path": "lora_model_dir adapter_name_or_path",
     "lora.quantize": "load_in_4bit load_in_8bit quantization_bit",
@@ -126,9 +127,9 @@ ABSENT = {
     "use_adam_mini use_q_galore lisa_n_layers relora relora_steps relora_prune_ratio "
     "optim_target_modules embedding_lr embedding_lr_scale lr_groups",
     "simulated rounding of weights": "qat quantizer",
-    "adapters are LoRA and DoRA, with peft's usual initial weights": "pissa_init pissa_iter "
+    "adapters are LoRA and DoRA, and their first values those of lora.init": "pissa_iter "
     "pissa_convert oft_block_size oft_rank oft_target loftq_config lora_rank_pattern "
-    "lora_alpha_pattern peft_layers_to_transform peft_init_lora_weights "
+    "lora_alpha_pattern peft_layers_to_transform "
     "peft_trainable_token_indices peft_layer_replication peft_layers_pattern lora_bias",
     "model.freeze names what is not trained, by patterns": "unfrozen_parameters freeze_modules "
     "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules use_llama_pro",

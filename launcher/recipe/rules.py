@@ -113,6 +113,7 @@ NEEDS: tuple[Needs, ...] = (
     Needs("model.keep_logits=true", "model.chunked_loss", True, "; set model.keep_logits=auto"),
     Needs("model.keep_logits=true", "distillation", False, "; set model.keep_logits=auto"),
     Needs("model.new_tokens", "lora.path", False),
+    Needs("lora.init", "lora.path lora.dora lora.quantize", False, "; set lora.init=default"),
     Needs("model.init=random", "lora.path", False, ": the adapter belongs to trained weights"),
     Needs("lora.quantize", "model.compile", False),
     Needs(
@@ -197,6 +198,8 @@ NEEDS: tuple[Needs, ...] = (
     Needs("distillation", _CONTEXT, "1"),
     Needs("distillation activation_checkpointing.budget", _EXPERT, "1"),
     Needs(f"distillation activation_checkpointing.budget {_FLOAT8}", _TENSOR, "1"),
+    Needs("lora.init", _TENSOR, "1"),
+    Needs("lora.init", _EXPERT, "1"),
     Needs("model.new_tokens+lora", _TENSOR, "1", " with lora"),
     # Optimizer and schedule
     Needs("optimizer.betas optimizer.eps optimizer.state_dtype", "optimizer.name", "adamw muon"),
@@ -671,6 +674,12 @@ def _whole_export(recipe: Recipe) -> Found:
     if recipe.lora and changed and checkpoint.export and not checkpoint.export_merged:
         what = "must be true with model.config and model.path: an adapter has no config of a model"
         yield "checkpoint.export_merged", "needed-with-model.config", what
+    init = "default" if recipe.lora is None else recipe.lora.init
+    if init != "default" and checkpoint.export and not checkpoint.export_merged:
+        what = (
+            f"must be true with lora.init={init}: the adapter belongs to frozen weights that are "
+        )
+        yield "checkpoint.export_merged", "needed-with-lora.init", f"{what}not those of the model"
 
 
 def _nodes(recipe: Recipe) -> Found:

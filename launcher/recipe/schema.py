@@ -544,6 +544,10 @@ class Lora(Section):
     """true: scaled by alpha / sqrt(rank) (Kalajdzievski, 2023)."""
     dora: StrictBool = False
     """true: also train the norm of each row of the adapted weights (DoRA: Liu et al., 2024)."""
+    init: Literal["default", "pissa", "olora"] = "default"
+    """First values of new adapters. default: A is random, B is zero. pissa: the part of a weight with
+    the largest singular values (Meng et al., 2024); olora: the first columns of its QR decomposition
+    (Büyükakyüz, 2024). These parts are taken from the frozen weights, so exports are merged."""
     b_ratio: PositiveFloat = 1.0
     """Learning rate of an adapter's B over that of all else (LoRA+: Hayou et al., 2024)."""
     dropout: Fraction = 0.0

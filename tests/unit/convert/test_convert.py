@@ -147,6 +147,10 @@ def test_the_command_writes_the_recipe_and_says_what_is_lost(tmp_path, monkeypat
 
 AXOLOTL_KEYS = [
     (
+        "adapter: lora\npeft_init_lora_weights: pissa_niter_16",
+        {"lora.init": "pissa", "checkpoint.export_merged": True},
+    ),
+    (
         "label_smoothing_factor: 0.1",
         {"objective.loss": "label_smoothing", "objective.arguments.amount": 0.1},
     ),

@@ -387,6 +387,9 @@ IN_ARGUMENTS = r"""
 | lora={} & model.freeze=a.* | /not-with-lora
 | lora={quantize: int4} | lora.quantize/choice
 | lora={dora: 1} | lora.dora/type
+| lora={init: svd} | lora.init/choice
+| lora={init: pissa, dora: true} | lora.init/not-with-lora.dora
+| lora={init: olora} & checkpoint.export=at_end | checkpoint.export_merged/needed-with-lora.init
 | lora={b_ratio: 0} | lora.b_ratio/range
 | lora={rank_stabilised: true} | lora.rank_stabilised/unknown
 | lora={target_modules: []} | lora.target_modules/empty
