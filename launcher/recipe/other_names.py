@@ -77,6 +77,7 @@ NAMES = {
     "model.chunked_loss": "use_liger_kernel use_liger enable_liger_kernel cut_cross_entropy "
     "liger_fused_linear_cross_entropy chunked_cross_entropy",
     "model.compile": "torch_compile",
+    "model.neftune_noise_alpha": "neftune_alpha noisy_embedding_alpha",
     "model.new_tokens": "add_tokens add_special_tokens new_special_tokens_config",
     "model.path": "base_model model_name model_name_or_path pretrained_model_name_or_path",
     "objective.loss": "label_smoothing_factor",
@@ -116,7 +117,6 @@ NAMES = {
 }
 """For each of our keys, their names. Names that end as our keys (max_steps) need no row."""
 ABSENT = {
-    "noise on embeddings": "neftune_noise_alpha",
     "the sum of the losses is cross-entropy and nothing else": "dpo_use_weighting dpo_loss_weights loss_weights "
     "use_weighting discopop_tau f_divergence_type "
     "f_alpha_divergence_coef router_aux_loss_coef moe_aux_loss_coef pref_ftx pref_bco_weight cpo_alpha rpo_alpha use_dft_loss "

@@ -138,6 +138,9 @@ class Model(Section):
     """Tokens that the MLP of a block computes at a time; its backward pass computes them again. For
     rows of many tokens: an MLP then keeps its input only, with or without activation checkpointing.
     null: all at once."""
+    neftune_noise_alpha: PositiveFloat | None = None
+    """NEFTune (Jain et al., 2023): in training, uniform noise of at most this / sqrt(tokens of a row x
+    hidden size) on the embeddings. 5 to 15 in the paper. null: none."""
     router_balance: Literal["global_batch", "micro_batch"] = "global_batch"
     """With output_router_logits: true in the config of a mixture of experts, what its balance loss is
     of. global_batch: of the step's tokens on all ranks, with the shares of the experts in the step

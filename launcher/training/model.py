@@ -334,6 +334,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         model,
         blocks,
         mlp_tile=recipe.model.mlp_tile,
+        neftune_noise_alpha=recipe.model.neftune_noise_alpha,
         packed=packed,
         drops_causal_mask=objective.causal,
         transforms=objective.predicts_tokens,

@@ -259,6 +259,9 @@ IN_ARGUMENTS = r"""
 | model.chunked_loss=false & model.keep_logits=true | /needs-model.chunked_loss
 | @teach & model.keep_logits=true | /not-with-distillation
 | model.keep_logits=maybe | /type
+| model.neftune_noise_alpha=-1 | /range
+| @prefer & model.neftune_noise_alpha=5 | /not-with-preference
+2 | model.neftune_noise_alpha=5 & strategy={kind: fsdp, tensor_parallel_size: 2} | model.neftune_noise_alpha/needs-strategy.tensor_parallel_size
 | @teach & strategy.context_parallel_size=2 | distillation/needs-strategy.context_parallel_size
 | @teach & strategy.tensor_parallel_size=2 | distillation/needs-strategy.tensor_parallel_size
 | data.kind=preference | /needs-preference
