@@ -83,6 +83,8 @@ NAMES = {
     "objective.loss": "label_smoothing_factor",
     "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
     "optimizer.eps": "adam_epsilon adam_eps epsilon",
+    "optimizer.groups": "lr_groups embedding_lr embedding_lr_scale param_groups",
+    "optimizer.layer_decay": "layerwise_lr_decay llrd lr_decay layer_wise_lr_decay",
     "optimizer.learning_rate": "lr",
     "optimizer.max_grad_norm": "gradient_clipping clip_grad_norm max_norm",
     "optimizer.name": "optim optimizer_type use_muon optim_config",
@@ -125,7 +127,7 @@ ABSENT = {
     "num_generations vllm_server_host reward_functions grpo_samples ppo_epochs ppo_batch_size",
     "the optimizers are adamw, sgd, adafactor and muon": "use_galore use_apollo use_badam "
     "use_adam_mini use_q_galore lisa_n_layers relora relora_steps relora_prune_ratio "
-    "optim_target_modules embedding_lr embedding_lr_scale lr_groups",
+    "optim_target_modules",
     "simulated rounding of weights": "qat quantizer",
     "adapters are LoRA and DoRA, and their first values those of lora.init": "pissa_iter "
     "pissa_convert oft_block_size oft_rank oft_target loftq_config lora_rank_pattern "

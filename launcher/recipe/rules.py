@@ -213,6 +213,7 @@ NEEDS: tuple[Needs, ...] = (
     # Optimizer and schedule
     Needs("optimizer.betas optimizer.eps optimizer.state_dtype", "optimizer.name", "adamw muon"),
     Needs("optimizer.momentum", "optimizer.name", "sgd muon"),
+    Needs("optimizer.layer_decay", " ".join(ATTACHMENTS.values()), False, "; use optimizer.groups"),
     Needs("optimizer.ema run.on_divergence", _SAVES, True),
     Needs("schedule.decay_steps", "schedule.kind", "wsd"),
     Needs(
@@ -654,7 +655,14 @@ def _empty_template(recipe: Recipe) -> Found:
         yield "data.chat_template", "empty-file", f"the file {template} is empty"
 
 
-# Evaluation, checkpoints, Slurm
+# Optimizer, evaluation, checkpoints, Slurm
+
+
+def _groups_of_parameters(recipe: Recipe) -> Found:
+    for index, group in enumerate(recipe.optimizer.groups or ()):
+        if group.learning_rate_ratio == 1 and group.weight_decay is None:
+            what = "changes nothing; give learning_rate_ratio or weight_decay"
+            yield ("optimizer", "groups", index), "no-change", what
 
 
 def _metrics(recipe: Recipe) -> Found:
@@ -865,6 +873,7 @@ _RULES = (
     _micro_batch_tokens,
     _template_values,
     _empty_template,
+    _groups_of_parameters,
     _metrics,
     _whole_export,
     _nodes,

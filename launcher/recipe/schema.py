@@ -641,6 +641,18 @@ class Objective(Section):
         return self.loss != LABEL_SMOOTHING
 
 
+class ParameterGroup(Section):
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    patterns: TextList
+    """Names of parameters, such as `model.embed_tokens.*`. The first group that matches a parameter
+    counts."""
+    learning_rate_ratio: PositiveFloat = 1.0
+    """Learning rate of these parameters over that of all else."""
+    weight_decay: NonNegativeFloat | None = None
+    """Of the matrices among them; null: optimizer.weight_decay."""
+
+
 class Optimizer(Section):
     """The optimizer; weight decay on matrices and embeddings, not on norms, biases and rates."""
 
@@ -662,6 +674,12 @@ class Optimizer(Section):
     """sgd, muon: decay rate of the momentum. sgd, 0: no momentum, and no state."""
     weight_decay: NonNegativeFloat = 0.1
     """For parameters with two dimensions or more; decoupled, but with sgd added to the gradient."""
+    groups: Annotated[tuple[ParameterGroup, ...], Field(min_length=1)] | None = None
+    """Parameters with other values: [{patterns: [model.embed_tokens.*], learning_rate_ratio: 0.1,
+    weight_decay: 0}, ...]; null: none."""
+    layer_decay: Annotated[StrictFloat, Field(gt=0, le=1)] | None = None
+    """Each block's learning rate over that of the block after it, such as 0.9. What follows the blocks
+    has the whole rate, and the embeddings the smallest. It multiplies the ratios of groups. null: none."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip gradients to this global 2-norm; null: never."""
     ema: Annotated[StrictFloat, Field(gt=0, lt=1)] | None = None
