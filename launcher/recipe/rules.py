@@ -151,6 +151,8 @@ NEEDS: tuple[Needs, ...] = (
         _TEMPLATED,
     ),
     Needs("data.loss_on", "data.kind", _kinds(lambda kind: kind.loss_on == "answers")),
+    Needs("data.message_weights", "data.kind", "chat"),
+    Needs("data.message_weights", "data.loss_on", "assistant last"),
     Needs("data.prompt_format", "data.kind", _kinds(lambda kind: kind.answers)),
     Needs("data.margin_column", "model.task", "reward"),
     Needs("data.mask_probability", "model.task", "masked_lm"),

@@ -312,6 +312,9 @@ class Data(Section):
     weights_column: Text | None = None
     """Column of kinds tokens and chat with the weight of a row, or for kind tokens of each token;
     null: each token with loss counts the same."""
+    message_weights: StrictBool = False
+    """Kind chat: a message of the assistant may have a weight, such as `weight: 0.5`, which is that of its
+    tokens in the loss. false: a weight is 0 or 1."""
     system_column: Text | None = None
     """Column with the system prompt, for kinds with a conversation or a prompt; null: system,
     system_prompt, ..."""

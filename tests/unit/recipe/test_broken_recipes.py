@@ -240,6 +240,8 @@ IN_ARGUMENTS = r"""
 | @classify & data.labels=a | /two-classes
 | @classify & data.train={a: {files: data.txt, kind: text}} | data.train.a.kind/mixed-losses
 | data.labels=[a,b] | /needs-data.kind
+| data.message_weights=true | /needs-data.kind
+| data.kind=chat & data.message_weights=true & data.loss_on=all | data.message_weights/needs-data.loss_on
 | objective.loss=smoothing | /form
 | objective.loss=label_smoothing | objective.arguments/missing
 | objective={loss: label_smoothing, arguments: {amount: 1}} | objective.arguments.amount/range
