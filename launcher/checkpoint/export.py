@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from launcher.files import replace_folder
 from launcher.models.adapted import (
     Read,
     adapted_ties,
+    adapted_weights,
     adapter_in_file,
     ids_of_adapter,
     merged_reader,
@@ -98,6 +100,11 @@ def export_checkpoint(
         raise RecipeError(
             "export: the run trained with changes to the model's config (model.config), which an "
             "adapter does not hold; add --merged"
+        )
+    if recipe.lora is not None and recipe.lora.init != "default" and not merged:
+        raise RecipeError(
+            f"export: the adapter belongs to frozen weights without its first values (lora.init: "
+            f"{recipe.lora.init}), and not to those of the model; add --merged"
         )
     stored = open_checkpoint_weights(checkpoint, base=base, ema=ema, trust_run=trust_run)
     adapter = recipe.lora is not None and not merged
@@ -201,6 +208,7 @@ def open_checkpoint_weights(
     if recipe.attachments:  # as in training: adapters may have a projector beside them
         use_towers(model, dict.fromkeys(recipe.attachments, "none"))
     if recipe.lora is not None:
+        held = _held_dtype(model, recipe, source)
         adapt(
             model,
             recipe.lora,
@@ -208,6 +216,8 @@ def open_checkpoint_weights(
             base=recipe.model.path,
             new_ids=new_ids,
         )
+        if read_frozen is not None and recipe.lora.init != "default":
+            read_frozen = _without_first_values(read_frozen, model, held)
     stored = open_tensors(checkpoint)
 
     def read(name: str) -> torch.Tensor:
@@ -223,6 +233,29 @@ def open_checkpoint_weights(
         return read_frozen(name)
 
     return StoredModel(model, read, dtype, source)
+
+
+def _held_dtype(
+    model: PreTrainedModel, recipe: Recipe, source: ModelCheckpoint | None
+) -> Callable[[str], torch.dtype]:
+    """In which dtype the run held a frozen weight, by clean name."""
+    precision = recipe.strategy.mixed_precision
+    dtype = torch.float32 if precision is None else getattr(torch, precision.param_dtype)
+    kept = kept_in_float32(model, dtype, source)
+    return lambda name: torch.float32 if name in kept else dtype
+
+
+def _without_first_values(
+    read: Read, model: PreTrainedModel, held: Callable[[str], torch.dtype]
+) -> Read:
+    """Reads weights as the run froze them (lora.init)."""
+    by_weight = {each.weight: each for each in adapted_weights(model) if each.changes_frozen}
+
+    def frozen(name: str) -> torch.Tensor:
+        weight = read(name)
+        return by_weight[name].frozen(weight.to(held(name))) if name in by_weight else weight
+
+    return frozen
 
 
 def _rounded(read: Read, model: nn.Module, recipe: Recipe, source: ModelCheckpoint) -> Read:

@@ -14,7 +14,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -106,6 +106,8 @@ class Turn:
     `ChatTemplate.encode` adds what ends the turn."""
     ending: str | None = None
     """The token that ends the turn if the conversation ends with it; None: the eos_token."""
+    weight: float = 1.0
+    """Of each of its tokens (data.message_weights)."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,9 @@ class Rendered:
     closed: bool
     """The last turn ends the conversation."""
     weight: float | None = None
-    """Of each token with loss (data.weights_column); None: 1."""
+    """Of each token with loss (data.weights_column), times that of its turn; None: 1."""
+    weighted: bool = False
+    """Whether turns have weights."""
     attachments: tuple[Placed, ...] = ()
     """In the order of their places, of each kind."""
 
@@ -216,7 +220,7 @@ class ChatTemplate:
             raise RowError(f"the conversation {HALF_PAIR}") from None
         for modality, sources in chat.attached:
             rendered = modality.expand(rendered, sources)
-        return replace(rendered, weight=chat.weight)
+        return replace(rendered, weight=chat.weight, weighted=chat.weights is not None)
 
     def _in_json(self, chat: Chat, form: Form) -> Rendered:
         """The rendering, with arguments of calls as JSON also where the template prints each one by
@@ -266,7 +270,7 @@ class ChatTemplate:
     def _render(self, chat: Chat, messages: list[Message]) -> Rendered:
         messages = self._opened(messages, chat.tools)
         if chat.loss == "answers":
-            return self._render_answers(messages, chat.tools, chat.learned)
+            return self._render_answers(messages, chat.tools, chat.learned, chat.weights or {})
         if chat.loss == "none":
             text = self.apply(messages, chat.tools, add_generation_prompt=True)
             return Rendered(text, [], closed=False)
@@ -278,9 +282,13 @@ class ChatTemplate:
         return Rendered(text, [Turn(0, len(text), includes_end=begin < end)], closed)
 
     def _render_answers(
-        self, messages: list[Message], tools: list[object] | None, learned: Sequence[int]
+        self,
+        messages: list[Message],
+        tools: list[object] | None,
+        learned: Sequence[int],
+        weights: Mapping[int, float],
     ) -> Rendered:
-        """learned: the indices of the messages that carry loss."""
+        """learned: the indices of the messages that carry loss. weights: theirs, where not 1."""
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         closed = turns[-1] == len(messages) - 1
         layout = self.layout(messages, tools)
@@ -303,7 +311,7 @@ class ChatTemplate:
         if marked and (unknown or (trusted and not learned_turns)):
             chosen = learned if unknown else trusted
             return Rendered(
-                text, _marked_turns(layout, turns, [*chosen]), closed and last in chosen
+                text, _marked_turns(layout, turns, [*chosen], weights), closed and last in chosen
             )
         if closed and last in problems and (served := conversation.as_served()):
             text = served[0]
@@ -326,7 +334,10 @@ class ChatTemplate:
             self.note(
                 "unlearned", f"turns without loss, such as this {problem} (docs/reference/data.md)"
             )
-        return Rendered(text, list(learned_turns.values()), closed and last in learned_turns)
+        weighted = [
+            replace(turn, weight=weights.get(at, 1.0)) for at, turn in learned_turns.items()
+        ]
+        return Rendered(text, weighted, closed and last in learned_turns)
 
     def note(self, subject: str, text: str) -> None:
         """Logs the first note of this subject."""
@@ -390,24 +401,29 @@ class ChatTemplate:
         starts = np.maximum.accumulate(np.where(np.diff(ends, prepend=-1) > 0, before, 0))
         learned = np.zeros(len(ids), dtype=bool)
         special = np.flatnonzero(np.isin(ids, self._special))
+        spans = list[tuple[int, int, float]]()
         for turn in rendered.turns:
             first = int(np.searchsorted(ends, turn.start, side="right"))
             after = int(np.searchsorted(starts, turn.end))  # the first token after the turn
-            learned[first:after] = True
-            if turn.includes_end:
-                continue
             following = special[np.searchsorted(special, after) :]
-            if len(following):
+            if turn.includes_end:
+                pass
+            elif len(following):
                 if not rendered.text[turn.end : starts[following[0]]].strip():
-                    learned[after : following[0] + 1] = True
+                    after = int(following[0]) + 1
             elif rendered.closed and turn is rendered.turns[-1]:
                 end = self._end if turn.ending is None else self._id(turn.ending)
                 ids, learned = np.append(ids, np.int32(end)), np.append(learned, True)
-                learned[after:] = True
+                after = len(ids)
+            learned[first:after] = True
+            spans.append((first, after, turn.weight))
         labels = np.where(learned, ids, np.int32(IGNORED)).astype(np.int32)
         weights = attachments = None
-        if rendered.weight is not None:
-            weights = np.full(len(ids), rendered.weight, np.float32)
+        if rendered.weight is not None or rendered.weighted:
+            row = 1.0 if rendered.weight is None else rendered.weight
+            weights = np.full(len(ids), row, np.float32)
+            for first, after, weight in spans:
+                weights[first:after] = row * weight
         if modalities:
             attached = [token for modality in modalities for token in modality.token_ids]
             labels = np.where(np.isin(ids, attached), np.int32(IGNORED), labels)
@@ -883,15 +899,21 @@ def _attachments_of(modalities: Sequence[Modality], ids: Ids, rendered: Rendered
     return attachment_table(sorted(placed, key=lambda each: each[1]))
 
 
-def _marked_turns(layout: Layout, turns: list[int], learned: list[int]) -> list[Turn]:
+def _marked_turns(
+    layout: Layout, turns: list[int], learned: list[int], weights: Mapping[int, float]
+) -> list[Turn]:
     """The marks of the turns that carry loss, of a template whose loops cannot be followed."""
     marks = [(start, end) for start, end in layout.generation if start < end]
-    if learned != turns:
-        if len(marks) != len(turns):
-            what = f"{len(turns)} assistant turns, but {len(marks)} {{% generation %}} marks"
-            raise RowError(f"{what}: which belong to the turns without loss?")
-        marks = [mark for index, mark in zip(turns, marks, strict=True) if index in learned]
-    return [Turn(start, end, includes_end=True) for start, end in marks]
+    if learned == turns and {*weights.values()} <= {1.0}:
+        return [Turn(start, end, includes_end=True) for start, end in marks]
+    if len(marks) != len(turns):
+        what = f"{len(turns)} assistant turns, but {len(marks)} {{% generation %}} marks"
+        raise RowError(f"{what}: which belong to the turns with other weights, or without loss?")
+    return [
+        Turn(*mark, includes_end=True, weight=weights.get(index, 1.0))
+        for index, mark in zip(turns, marks, strict=True)
+        if index in learned
+    ]
 
 
 # Where each message is: a copy of the template writes marks around what each pass of a loop writes

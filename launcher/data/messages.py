@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -85,11 +85,13 @@ class Chat:
     assistant continues."""
     learned: Sequence[int] = ()
     """The indices of the answers that carry loss."""
+    weights: Mapping[int, float] | None = None
+    """By index, those of the answers that carry loss (data.message_weights); None: each has 1."""
     tools_column: str | None = None
     attached: Sequence[tuple[Modality, list[Source]]] = ()
     """The attachments of each kind that rows may have, in the order of their places."""
     weight: float | None = None
-    """Of each token with loss (data.weights_column); None: 1."""
+    """Of each token with loss (data.weights_column), times that of its message; None: 1."""
 
 
 def read_chat(encoder: Encoder, found: Match, row: Values) -> Chat:
@@ -110,7 +112,14 @@ def read_conversation(encoder: Encoder, found: Match, row: Values, *, turns: boo
     if (value := row.get(column)) is None:
         raise RowError(f"column {column!r} is empty (null); it must hold messages")
     kinds, ignored = encoder.kinds, encoder.ignored
-    messages = read_messages(value, column, turns=turns, attachments=kinds, ignored=ignored)
+    messages = read_messages(
+        value,
+        column,
+        turns=turns,
+        attachments=kinds,
+        ignored=ignored,
+        weighted=bool(encoder.settings.get("message_weights")),
+    )
     return with_system(encoder, found, row, messages)
 
 
@@ -133,6 +142,9 @@ def chat_of_row(
     tools = None if column is None else read_tools(row.get(column), column)
     loss_on = encoder.settings.get("loss_on")
     chat = chat_of(messages, tools, loss_from=loss_from, loss_on=loss_on)
+    if encoder.settings.get("message_weights"):
+        weights = {at: float(messages[at].get("loss", 1.0)) for at in chat.learned}
+        chat = replace(chat, weights=weights)
     return replace(chat, tools_column=column, attached=attached, weight=weight)
 
 
@@ -182,6 +194,7 @@ def read_messages(
     turns: bool = False,
     attachments: Sequence[str] = (),
     ignored: Collection[str] = (),
+    weighted: bool = False,
 ) -> list[Message]:
     """Messages for a template: of `messages` (role, content), ShareGPT's `conversations` (from,
     value), or Gemini's `contents` (role, parts), also as JSON. Raises RowError.
@@ -189,7 +202,8 @@ def read_messages(
     Text parts are joined, and parts of type reasoning become `reasoning_content`. Calls that are
     messages of their own, and those in parts, become `tool_calls`. Keys without a value are dropped;
     other keys stay. `loss` is false in the messages that have a `weight` of 0 (OpenAI) or `loss:
-    false` (ShareGPT), and in no other. turns: a list of texts are a user's and an assistant's in
+    false` (ShareGPT); with `weighted` it is another weight where there is one (data.message_weights). It is in
+    no other message. turns: a list of texts are a user's and an assistant's in
     turn. attachments: their kinds; such parts stay parts, among the texts (`place`). ignored: keys of
     messages that are not used on purpose (data.ignore_columns).
     """
@@ -203,7 +217,7 @@ def read_messages(
         messages: list[Message] = []
         for number, turn in enumerate(value, start=1):
             turn = {key: content for key, content in turn.items() if key not in ignored}
-            for message in _messages_of(turn, f"message {number}", attachments):
+            for message in _messages_of(turn, f"message {number}", attachments, weighted):
                 _append(messages, message)
         return messages
     got = "an empty list" if value == [] else type(value).__name__
@@ -283,7 +297,9 @@ def _append(messages: list[Message], message: Message) -> None:
         messages.append(message)
 
 
-def _messages_of(turn: Message, what: str, attachments: Sequence[str]) -> list[Message]:
+def _messages_of(
+    turn: Message, what: str, attachments: Sequence[str], weighted: bool
+) -> list[Message]:
     """The message of a turn; before it, those of results of tools in its parts."""
     message = {key: content for key, content in turn.items() if content is not None}
     role_key = next((key for key in _ROLE_KEYS if key in message), "role")
@@ -320,19 +336,29 @@ def _messages_of(turn: Message, what: str, attachments: Sequence[str]) -> list[M
     if not isinstance(content, str) and not (attachments and isinstance(content, list)):
         got = "nothing" if content is None else type(content).__name__
         raise RowError(f"{what}: content must be text, or a list of text parts; got {got}")
-    silent = {"loss": False} if _is_silent(message, what) else {}
+    weight = _loss_weight(message, what, weighted)
+    loss = {} if weight == 1 else {"loss": weight if weight else False}
     if results and not content:
         return results
-    return [*results, {**message, "content": content, **silent}]
+    return [*results, {**message, "content": content, **loss}]
 
 
-def _is_silent(message: Message, what: str) -> bool:
-    """Takes the keys out of a message that say whether it carries loss; whether it carries none.
-    Raises RowError, also for numbers of which that is not known."""
+def _loss_weight(message: Message, what: str, weighted: bool) -> float:
+    """Takes the keys out of a message that say whether it carries loss; its weight in the loss: 0 or
+    1, or any other if it may be `weighted`. Raises RowError, also for numbers of which that is not
+    known."""
     given = {key: message.pop(key) for key in (*_LOSS_KEYS, *_SILENT_KEYS) if key in message}
-    wrong = [f"{key}: {value!r}" for key, value in given.items() if value not in (0, 1)]
+    wrong = [
+        f"{key}: {value!r}"
+        for key, value in given.items()
+        if value not in (0, 1) and not (weighted and key not in _SILENT_KEYS and _is_weight(value))
+    ]
     if wrong:
         form = "whether it carries loss must be 0 or 1 (false or true)"
+        if weighted:
+            form = "its weight in the loss must be 0, or from 1e-20 to 1e20"
+        elif all(map(_is_weight, given.values())):
+            form += ", unless data.message_weights is true"
         raise RowError(f"{what}: {form}; got {', '.join(wrong)}")
     unknown = [
         key
@@ -347,14 +373,21 @@ def _is_silent(message: Message, what: str) -> bool:
             f"loss; {typed('data.ignore_columns', unknown)} trains without "
             f"{'it' if len(unknown) == 1 else 'them'}"
         )
-    silent = {value == (key in _SILENT_KEYS) for key, value in given.items()}
-    if len(silent) > 1:
+    weights = {float(1 - value if key in _SILENT_KEYS else value) for key, value in given.items()}
+    if len(weights) > 1:
         values = ", ".join(f"{key}: {value!r}" for key, value in given.items())
+        differ = "one says that it carries loss, another that it carries none"
+        if weights != {0, 1}:
+            differ = "these weights differ"
         raise RowError(
-            f"{what}: {values}: one says that it carries loss, another that it carries none; "
+            f"{what}: {values}: {differ}; "
             f"{typed('data.ignore_columns', [[*given][-1]])} trains without the last one"
         )
-    return True in silent
+    return next(iter(weights), 1.0)
+
+
+def _is_weight(value: object) -> bool:
+    return isinstance(value, int | float) and (value == 0 or 1e-20 <= value <= 1e20)
 
 
 def _only(attachments: Sequence[str]) -> str:

@@ -17,10 +17,11 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
+from launcher.models.first_factors import FIRST_FACTORS, Factors
 from launcher.models.grouped_experts import DOWN, UP, weights_of
 from launcher.models.names import clean_name
 from launcher.models.nf4 import unpacked
-from launcher.models.shards import local_rows
+from launcher.models.shards import copy_local_rows, local_rows, whole_tensor
 from launcher.models.ties import tied_names
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ _MARK = "adapted_as"
 """Attribute of a layer: its class below."""
 _NAME = "default"
 """peft's name of the adapter."""
+_INIT = "initial_factors"
+"""Attribute of a layer: lora.init."""
 _TINY = torch.finfo(torch.float32).tiny
 
 
@@ -99,6 +102,15 @@ class AdaptedWeight(ABC):
     def after_loading(self) -> None:  # noqa: B027 - few kinds need it
         """Takes first values from the loaded weight."""
 
+    @property
+    def changes_frozen(self) -> bool:
+        """Whether the frozen weight beside the adapter is another one than in the checkpoint."""
+        return False
+
+    def frozen(self, weight: torch.Tensor) -> torch.Tensor:
+        """The frozen weight beside the adapter, from that in the checkpoint, in its dtype."""
+        return weight
+
     def divided(self, dimension: int) -> tuple[Any, Any]:
         """The factor that ranks divide along the dimension along which they divide the weight, and
         the one that each rank has whole. Raises RecipeError for kinds of adapters that cannot be
@@ -126,10 +138,13 @@ class AdaptedLinear(AdaptedWeight):
     to its magnitude."""
 
     dora: bool = False
+    init: str = "default"
+    """Value of lora.init."""
 
     @classmethod
     def of(cls, layer: str, module: Any) -> Iterator[Self]:
-        yield cls(layer, module, module.scaling[_NAME], _NAME in module.lora_magnitude_vector)
+        dora, init = _NAME in module.lora_magnitude_vector, vars(module).get(_INIT, "default")
+        yield cls(layer, module, module.scaling[_NAME], dora, init)
 
     @classmethod
     def in_file(cls, model: nn.Module, config: Mapping[str, Any], keys: Names) -> Iterator[Self]:
@@ -159,7 +174,15 @@ class AdaptedLinear(AdaptedWeight):
             nn.init.ones_(self.module.lora_magnitude_vector[_NAME].weight)
 
     def after_loading(self) -> None:
-        """Sets magnitudes to the norms of the weight's rows: each rank its own rows."""
+        """Sets magnitudes to the norms of the weight's rows: each rank its own rows. Or factors to
+        a part of the weight, which is taken from it."""
+        if self.changes_frozen:
+            weight = self.module.base_layer.weight.detach()
+            whole = whole_tensor(weight)
+            down, up = self._first_factors(whole)
+            copy_local_rows(self.module.lora_A[_NAME].weight.detach(), down)
+            copy_local_rows(self.module.lora_B[_NAME].weight.detach(), up)
+            copy_local_rows(weight, self.frozen(whole))
         if self.dora:
             magnitude = self.module.lora_magnitude_vector[_NAME].weight
             local = local_rows(magnitude)[0]
@@ -167,6 +190,23 @@ class AdaptedLinear(AdaptedWeight):
             if len(local):
                 rows = unpacked(weight, torch.float32)
                 local.copy_(torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32))
+
+    @property
+    def changes_frozen(self) -> bool:
+        return self.init != "default"
+
+    def frozen(self, weight: torch.Tensor) -> torch.Tensor:
+        if not self.changes_frozen:
+            return weight
+        down, up = self._first_factors(weight)
+        part = (up @ down) * self.scale
+        left = weight.float() - (part.T if is_transposed(base_layer(self.module)) else part)
+        return left.to(weight.dtype)
+
+    def _first_factors(self, weight: torch.Tensor) -> Factors:
+        if is_transposed(base_layer(self.module)):
+            weight = weight.T
+        return FIRST_FACTORS[self.init](weight, self.module.r[_NAME], self.scale)
 
     def divided(self, dimension: int) -> tuple[Any, Any]:
         down, up = self.module.lora_A[_NAME], self.module.lora_B[_NAME]
@@ -327,6 +367,11 @@ _KINDS: tuple[type[AdaptedWeight], ...] = (AdaptedExperts, NewRows, AdaptedLinea
 def mark_adapted(layer: nn.Module, kind: type[AdaptedWeight]) -> None:
     """Notes that adapters change weights of a layer."""
     setattr(layer, _MARK, kind)
+
+
+def set_init(layer: nn.Module, init: str) -> None:
+    """Notes which first values the factors of a layer have: a value of lora.init."""
+    setattr(layer, _INIT, init)
 
 
 def weights_adapted_in(layer: nn.Module, name: str = "") -> list[AdaptedWeight]:

@@ -23,6 +23,7 @@ from launcher.models.adapter_files import adapter_loader
 from launcher.models.attention import drop_causal_mask, isolate_documents, use_tower_attention
 from launcher.models.build import build_model, is_pretrained
 from launcher.models.description import embeddings, parts_without_text
+from launcher.models.embedding_noise import add_noise
 from launcher.models.expert_load import make_biases_buffers, watch_experts
 from launcher.models.float8 import use_float8
 from launcher.models.head import Head, Transform, logits_transform
@@ -158,6 +159,7 @@ def change_forward(
     blocks: Mapping[str, nn.Module],
     *,
     mlp_tile: int | None,
+    neftune_noise_alpha: float | None,
     packed: bool,
     drops_causal_mask: bool,
     transforms: bool,
@@ -173,7 +175,7 @@ def change_forward(
     Returns the transform of the model's logits, if it has a linear head and `transforms` asks for
     it.
 
-    mlp_tile: model.mlp_tile. packed: rows hold several documents. drops_causal_mask:
+    mlp_tile, neftune_noise_alpha: keys of section model. packed: rows hold several documents. drops_causal_mask:
     make no mask where it is only causal. chunked_loss: compute the loss without full logits.
     compile: compile this loss. attention: model.attention. Raises RecipeError if the model cannot keep documents apart.
     """
@@ -206,6 +208,9 @@ def change_forward(
     transform = logits_transform(model) if transforms else None
     if transform is not None and chunked_loss:
         record_of(model).head = Head(embeddings(model)[1], transform, compile=compile)
+    # After all that runs a copy of the model
+    if neftune_noise_alpha is not None:
+        add_noise(model, neftune_noise_alpha)
     # Whatever computes them now, they receive the choices of the routers
     record_of(model).expert_load = watch_experts(model)
     return transform

@@ -106,14 +106,18 @@ def export_hugging_face(
     sends: whether this rank passes what its stage of a pipeline has to rank 0.
     dtype, source: see `write_weights`. `merged` writes the whole model, adapters added in.
     Frozen weights that the run holds with less precision than the source are read from it; those
-    in NF4 only if `export_base` is original.
+    in NF4 only if `export_base` is original, and those that lora.init changed never.
     """
     whole, stages = whole_model(module), record_of(module).stages
     tensors, forms = named_weights(module), named_weights(whole)
     packed = {clean_name(name) for name in packed_names(whole)}
     read_source = None if source is None else source.reader()
 
+    changed = {each.weight for each in adapted_weights(whole) if each.changes_frozen}
+
     def is_rounded(name: str, tensor: torch.Tensor) -> bool:
+        if name in changed:
+            return False
         if name in packed:
             return export_base == "original"
         stored = source.loaded_dtypes.get(name) if source is not None else None

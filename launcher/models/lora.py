@@ -18,6 +18,7 @@ from launcher.models.adapted import (
     is_transposed,
     mark_adapted,
     scale_of,
+    set_init,
 )
 from launcher.models.description import describe, embeddings, is_classifier, parts_without_text
 from launcher.models.dora import Dora
@@ -67,6 +68,8 @@ def add_adapters(
     layers = _linear_layers(model, targets)
     if lora.dora:
         _refuse_dora(model, layers)
+    if lora.init != "default":
+        _refuse_init(model, lora, layers, adapted)
     revision = None
     if base is not None and Path(base).is_dir():
         base = str(Path(base).resolve())
@@ -103,6 +106,7 @@ def add_adapters(
     for layer in model.modules():
         if isinstance(layer, LoraLayer):
             mark_adapted(layer, AdaptedLinear)
+            set_init(layer, lora.init)
             layer.lora_variant = dict.fromkeys(layer.lora_variant, Dora)
     experts, adapters = [], adapter_parameters(model)
     for name, parameter in model.named_parameters():
@@ -438,3 +442,21 @@ def _refuse_dora(model: nn.Module, layers: Mapping[str, nn.Module]) -> None:
                 f"lora.dora: not available for {name}, which is {kind}; name other layers in "
                 "lora.target_modules, or set lora.dora=false"
             )
+
+
+def _refuse_init(
+    model: nn.Module, lora: Lora, layers: Mapping[str, nn.Module], experts: Sequence[str]
+) -> None:
+    """Raises RecipeError if first values of adapters cannot be a part of the weights (lora.init)."""
+    if experts:
+        what = f"not available for experts, such as {experts[0]}; set lora.target_parameters=[]"
+        raise RecipeError(f"lora.init: {what}")
+    tied = {name for group in tied_names(model) for name in group}
+    for name, module in layers.items():
+        if f"{name}.weight" in tied:
+            what = f"not available for {name}, whose weight is that of another module, too"
+            raise RecipeError(f"lora.init: {what}; name other layers in lora.target_modules")
+        size = min(module.get_parameter("weight").shape)
+        if lora.rank > size:
+            what = f"{lora.rank} is more than {size}, the rank that {name} can have"
+            raise RecipeError(f"lora.rank: {what} (lora.init={lora.init})")

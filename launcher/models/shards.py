@@ -97,6 +97,14 @@ def sharded_zeros(like: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return sharded
 
 
+def whole_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A whole tensor on the device that computes with it. All ranks that shard it must call this."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole: torch.Tensor = tensor.to(compute_device(tensor)).full_tensor()  # type: ignore[attr-defined]
+    return whole
+
+
 def compute_device(tensor: torch.Tensor) -> torch.device:
     """The device that computes with a tensor, also if its shard is offloaded to host memory."""
     if isinstance(tensor, DTensor):

@@ -10,6 +10,7 @@ and divides by the number of targets in the global batch.
 
 A function with the attribute `needs = "logits"` gets logits (targets, vocabulary), float32, and the
 targets (targets,), of a part of the targets at a time; the backward pass computes the logits again.
+`label_smoothing` is such a function.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from launcher.errors import RecipeError, first_line, line_of
@@ -31,6 +33,7 @@ from launcher.models.linear_chunks import logits_of
 from launcher.recipe.functions import import_function
 from launcher.recipe.load import resolve_arguments
 from launcher.recipe.schema import Objective
+from launcher.recipe.section import LABEL_SMOOTHING
 
 logger = logging.getLogger(__name__)
 
@@ -103,10 +106,20 @@ class TargetLoss:
         raise RecipeError(f"objective.loss: {self.name} {what}; got {got}")
 
 
+def label_smoothing(logits: torch.Tensor, targets: torch.Tensor, amount: float) -> torch.Tensor:
+    """The cross-entropy with 1 - `amount` + amount / vocabulary of the probability at the target, and
+    amount / vocabulary at each other token (Szegedy et al., 2016): (targets,) float32."""
+    return nn.functional.cross_entropy(logits, targets, reduction="none", label_smoothing=amount)
+
+
+label_smoothing.needs = "logits"  # type: ignore[attr-defined]
+_BUILT_IN: dict[str, Callable[..., torch.Tensor]] = {LABEL_SMOOTHING: label_smoothing}
+
+
 def load_target_loss(settings: Objective) -> TargetLoss:
     """The function that the recipe names. It is tried on a few targets. Raises RecipeError."""
     name, key = settings.loss, "objective.loss"
-    function = import_function(name, key=key)
+    function = import_function(name, key=key) if settings.own else _BUILT_IN[name]
     needs: Any = getattr(function, "needs", "log_probabilities")
     if needs not in ("log_probabilities", "logits"):
         what = "must be 'logits' or 'log_probabilities'"

@@ -36,6 +36,7 @@ def make_optimizer(
     cpu_offload: schema.CpuOffload | None = None,
     blocks: Iterable[nn.Module] = (),
     ratios: Mapping[str, float] | None = None,
+    decays: Mapping[str, float] | None = None,
     state_file: Callable[[Path, int], StateFile] | None = None,
 ) -> torch.optim.Optimizer:
     """The optimizer of the trained parameters, with its state. Weight decay applies to matrices
@@ -47,9 +48,10 @@ def make_optimizer(
 
     optimized: see `WrappedModel.optimized`. `seed` is that of stochastic rounding. Muon orthogonalizes the matrices of the `blocks`. Raises
     RecipeError if they have none. ratios: of the learning rates of these parameters over that of the
-    others, by name: `ratio` of their parameter groups. state_file: see `OffloadedOptimizer`.
+    others, by name: `ratio` of their parameter groups. decays: weight decays of matrices that have another
+    one than `optimizer.weight_decay`. state_file: see `OffloadedOptimizer`.
     """
-    ratios = ratios or {}
+    ratios, decays = ratios or {}, decays or {}
     trained = {
         clean_name(name): optimized(parameter)
         for name, parameter in model.named_parameters()
@@ -62,23 +64,26 @@ def make_optimizer(
         if not inner and trained:
             raise RecipeError("optimizer.name: muon: the model has no matrix in a block; use adamw")
 
-    def sort(name: str, parameter: torch.Tensor) -> tuple[Kind, float]:
+    def sort(name: str, parameter: torch.Tensor) -> tuple[Kind, float, float]:
         if name in inner:
             kind = Kind.ORTHOGONALIZED
         elif name in decayed:
             kind = Kind.MATRIX
         else:
             kind = Kind.VECTOR if parameter.ndim else Kind.SCALAR
-        return kind, ratios.get(name, 1.0)
+        decay = 0.0
+        if kind in (Kind.ORTHOGONALIZED, Kind.MATRIX):
+            decay = decays.get(name, optimizer.weight_decay)
+        return kind, ratios.get(name, 1.0), decay
 
-    groups: list[Group] = []
-    for kind in Kind:
-        decay = optimizer.weight_decay if kind in (Kind.ORTHOGONALIZED, Kind.MATRIX) else 0.0
+    sorted_: dict[tuple[Kind, float, float], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in trained.items():
+        sorted_.setdefault(sort(name, parameter), []).append((name, parameter))
+    order, groups = [*Kind], list[Group]()
+    for key in sorted(sorted_, key=lambda key: (order.index(key[0]), key[1] != 1.0)):
+        kind, ratio, decay = key
         options = {"weight_decay": decay, "orthogonalize": kind is Kind.ORTHOGONALIZED}
-        for ratio in dict.fromkeys((1.0, *ratios.values())):
-            named = [(name, p) for name, p in trained.items() if sort(name, p) == (kind, ratio)]
-            if named:
-                groups.append({"params": named, "ratio": ratio, **options})
+        groups.append({"params": sorted_[key], "ratio": ratio, **options})
     if not groups:  # a stage of a pipeline whose weights are all frozen
         groups.append(
             {

@@ -64,6 +64,7 @@ NAMES = {
     "lora.b_ratio": "loraplus_lr_ratio",
     "lora.dora": "use_dora peft_use_dora",
     "lora.dropout": "lora_dropout",
+    "lora.init": "init_lora_weights peft_init_lora_weights pissa_init",
     "lora.modules_to_save": "lora_modules_to_save additional_target",
     "lora.path": "lora_model_dir adapter_name_or_path",
     "lora.quantize": "load_in_4bit load_in_8bit quantization_bit",
@@ -76,10 +77,14 @@ NAMES = {
     "model.chunked_loss": "use_liger_kernel use_liger enable_liger_kernel cut_cross_entropy "
     "liger_fused_linear_cross_entropy chunked_cross_entropy",
     "model.compile": "torch_compile",
+    "model.neftune_noise_alpha": "neftune_alpha noisy_embedding_alpha",
     "model.new_tokens": "add_tokens add_special_tokens new_special_tokens_config",
     "model.path": "base_model model_name model_name_or_path pretrained_model_name_or_path",
+    "objective.loss": "label_smoothing_factor",
     "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
     "optimizer.eps": "adam_epsilon adam_eps epsilon",
+    "optimizer.groups": "lr_groups embedding_lr embedding_lr_scale param_groups",
+    "optimizer.layer_decay": "layerwise_lr_decay llrd lr_decay layer_wise_lr_decay",
     "optimizer.learning_rate": "lr",
     "optimizer.max_grad_norm": "gradient_clipping clip_grad_norm max_norm",
     "optimizer.name": "optim optimizer_type use_muon optim_config",
@@ -114,20 +119,19 @@ NAMES = {
 }
 """For each of our keys, their names. Names that end as our keys (max_steps) need no row."""
 ABSENT = {
-    "noise on embeddings": "neftune_noise_alpha",
-    "the sum of the losses is cross-entropy and nothing else": "label_smoothing_factor "
-    "dpo_use_weighting dpo_loss_weights loss_weights use_weighting discopop_tau f_divergence_type "
+    "the sum of the losses is cross-entropy and nothing else": "dpo_use_weighting dpo_loss_weights loss_weights "
+    "use_weighting discopop_tau f_divergence_type "
     "f_alpha_divergence_coef router_aux_loss_coef moe_aux_loss_coef pref_ftx pref_bco_weight cpo_alpha rpo_alpha use_dft_loss "
     "use_asft_loss use_eaft_loss use_eaft ld_alpha center_rewards_coefficient",
     "reinforcement learning; TRL, verl and prime-rl have it": "reward_funcs "
     "num_generations vllm_server_host reward_functions grpo_samples ppo_epochs ppo_batch_size",
     "the optimizers are adamw, sgd, adafactor and muon": "use_galore use_apollo use_badam "
     "use_adam_mini use_q_galore lisa_n_layers relora relora_steps relora_prune_ratio "
-    "optim_target_modules embedding_lr embedding_lr_scale lr_groups",
+    "optim_target_modules",
     "simulated rounding of weights": "qat quantizer",
-    "adapters are LoRA and DoRA, with peft's usual initial weights": "pissa_init pissa_iter "
+    "adapters are LoRA and DoRA, and their first values those of lora.init": "pissa_iter "
     "pissa_convert oft_block_size oft_rank oft_target loftq_config lora_rank_pattern "
-    "lora_alpha_pattern peft_layers_to_transform peft_init_lora_weights "
+    "lora_alpha_pattern peft_layers_to_transform "
     "peft_trainable_token_indices peft_layer_replication peft_layers_pattern lora_bias",
     "model.freeze names what is not trained, by patterns": "unfrozen_parameters freeze_modules "
     "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules use_llama_pro",

@@ -107,12 +107,22 @@ NEEDS: tuple[Needs, ...] = (
     Needs("model.mlp_tile", "model.builder", False),
     Needs("model.mlp_tile", _TENSOR, "1", "; with parts of layers its activations are divided"),
     Needs("model.mlp_tile", _FLOAT8, False),
+    Needs("model.neftune_noise_alpha", "model.builder", False),
+    Needs("model.neftune_noise_alpha", "preference kto", False, ": a reference has no noise"),
+    Needs(
+        "model.neftune_noise_alpha",
+        _TENSOR,
+        "1",
+        "; tensor parallel ranks must draw the same noise",
+    ),
+    Needs("model.neftune_noise_alpha", _CONTEXT, "1", "; a rank has a part of the row"),
     Needs("model.router_bias_update_rate", "lora", False, ": an adapter does not hold the biases"),
     Needs("model.router_bias_update_rate", "model.builder", False),
     Needs("model.num_labels", "model.task", "sequence_classification"),
     Needs("model.keep_logits=true", "model.chunked_loss", True, "; set model.keep_logits=auto"),
     Needs("model.keep_logits=true", "distillation", False, "; set model.keep_logits=auto"),
     Needs("model.new_tokens", "lora.path", False),
+    Needs("lora.init", "lora.path lora.dora lora.quantize", False, "; set lora.init=default"),
     Needs("model.init=random", "lora.path", False, ": the adapter belongs to trained weights"),
     Needs("lora.quantize", "model.compile", False),
     Needs(
@@ -141,6 +151,8 @@ NEEDS: tuple[Needs, ...] = (
         _TEMPLATED,
     ),
     Needs("data.loss_on", "data.kind", _kinds(lambda kind: kind.loss_on == "answers")),
+    Needs("data.message_weights", "data.kind", "chat"),
+    Needs("data.message_weights", "data.loss_on", "assistant last"),
     Needs("data.prompt_format", "data.kind", _kinds(lambda kind: kind.answers)),
     Needs("data.margin_column", "model.task", "reward"),
     Needs("data.mask_probability", "model.task", "masked_lm"),
@@ -197,10 +209,13 @@ NEEDS: tuple[Needs, ...] = (
     Needs("distillation", _CONTEXT, "1"),
     Needs("distillation activation_checkpointing.budget", _EXPERT, "1"),
     Needs(f"distillation activation_checkpointing.budget {_FLOAT8}", _TENSOR, "1"),
+    Needs("lora.init", _TENSOR, "1"),
+    Needs("lora.init", _EXPERT, "1"),
     Needs("model.new_tokens+lora", _TENSOR, "1", " with lora"),
     # Optimizer and schedule
     Needs("optimizer.betas optimizer.eps optimizer.state_dtype", "optimizer.name", "adamw muon"),
     Needs("optimizer.momentum", "optimizer.name", "sgd muon"),
+    Needs("optimizer.layer_decay", " ".join(ATTACHMENTS.values()), False, "; use optimizer.groups"),
     Needs("optimizer.ema run.on_divergence", _SAVES, True),
     Needs("schedule.decay_steps", "schedule.kind", "wsd"),
     Needs(
@@ -465,6 +480,24 @@ def kinds_of(recipe: Recipe) -> set[str]:
     return {kind for _, _, kind in _sections(recipe)}
 
 
+def _label_smoothing(recipe: Recipe) -> Found:
+    objective = recipe.objective
+    if objective is None or objective.own:
+        return
+    arguments = objective.arguments or {}
+    amount, where = arguments.get("amount"), ("objective", "arguments")
+    if "amount" not in arguments:
+        what = (
+            f"missing; give objective.arguments.amount, such as {{amount: 0.1}} ({objective.loss})"
+        )
+        yield where, "missing", what
+    elif type(amount) is not float or not 0 < amount < 1:
+        what = f"must be a number above 0 and below 1; got {amount!r}"
+        yield (*where, "amount"), "range", what
+    for name in arguments.keys() - {"amount"}:
+        yield (*where, name), "unknown", f"no argument of {objective.loss}, which has amount"
+
+
 def _streaming(recipe: Recipe) -> Found:
     data, preference = recipe.data, recipe.preference
     if not data.streaming:
@@ -624,7 +657,14 @@ def _empty_template(recipe: Recipe) -> Found:
         yield "data.chat_template", "empty-file", f"the file {template} is empty"
 
 
-# Evaluation, checkpoints, Slurm
+# Optimizer, evaluation, checkpoints, Slurm
+
+
+def _groups_of_parameters(recipe: Recipe) -> Found:
+    for index, group in enumerate(recipe.optimizer.groups or ()):
+        if group.learning_rate_ratio == 1 and group.weight_decay is None:
+            what = "changes nothing; give learning_rate_ratio or weight_decay"
+            yield ("optimizer", "groups", index), "no-change", what
 
 
 def _metrics(recipe: Recipe) -> Found:
@@ -653,6 +693,12 @@ def _whole_export(recipe: Recipe) -> Found:
     if recipe.lora and changed and checkpoint.export and not checkpoint.export_merged:
         what = "must be true with model.config and model.path: an adapter has no config of a model"
         yield "checkpoint.export_merged", "needed-with-model.config", what
+    init = "default" if recipe.lora is None else recipe.lora.init
+    if init != "default" and checkpoint.export and not checkpoint.export_merged:
+        what = (
+            f"must be true with lora.init={init}: the adapter belongs to frozen weights that are "
+        )
+        yield "checkpoint.export_merged", "needed-with-lora.init", f"{what}not those of the model"
 
 
 def _nodes(recipe: Recipe) -> Found:
@@ -819,6 +865,7 @@ _RULES = (
     _sizes,
     _new_tokens,
     _mixture,
+    _label_smoothing,
     _streaming,
     _kinds_of_rows,
     _labels,
@@ -828,6 +875,7 @@ _RULES = (
     _micro_batch_tokens,
     _template_values,
     _empty_template,
+    _groups_of_parameters,
     _metrics,
     _whole_export,
     _nodes,

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
 from launcher.recipe.section import (
+    LABEL_SMOOTHING,
     ByteSize,
     Day,
     Dtype,
@@ -34,6 +35,7 @@ from launcher.recipe.section import (
     Share,
     Size,
     StrictFloat,
+    TargetLoss,
     Text,
     TextList,
     auto,
@@ -136,6 +138,9 @@ class Model(Section):
     """Tokens that the MLP of a block computes at a time; its backward pass computes them again. For
     rows of many tokens: an MLP then keeps its input only, with or without activation checkpointing.
     null: all at once."""
+    neftune_noise_alpha: PositiveFloat | None = None
+    """NEFTune (Jain et al., 2023): in training, uniform noise of at most this / sqrt(tokens of a row x
+    hidden size) on the embeddings. 5 to 15 in the paper. null: none."""
     router_balance: Literal["global_batch", "micro_batch"] = "global_batch"
     """With output_router_logits: true in the config of a mixture of experts, what its balance loss is
     of. global_batch: of the step's tokens on all ranks, with the shares of the experts in the step
@@ -307,6 +312,9 @@ class Data(Section):
     weights_column: Text | None = None
     """Column of kinds tokens and chat with the weight of a row, or for kind tokens of each token;
     null: each token with loss counts the same."""
+    message_weights: StrictBool = False
+    """Kind chat: a message of the assistant may have a weight, such as `weight: 0.5`, which is that of its
+    tokens in the loss. false: a weight is 0 or 1."""
     system_column: Text | None = None
     """Column with the system prompt, for kinds with a conversation or a prompt; null: system,
     system_prompt, ..."""
@@ -543,6 +551,10 @@ class Lora(Section):
     """true: scaled by alpha / sqrt(rank) (Kalajdzievski, 2023)."""
     dora: StrictBool = False
     """true: also train the norm of each row of the adapted weights (DoRA: Liu et al., 2024)."""
+    init: Literal["default", "pissa", "olora"] = "default"
+    """First values of new adapters. default: A is random, B is zero. pissa: the part of a weight with
+    the largest singular values (Meng et al., 2024); olora: the first columns of its QR decomposition
+    (Büyükakyüz, 2024). These parts are taken from the frozen weights, so exports are merged."""
     b_ratio: PositiveFloat = 1.0
     """Learning rate of an adapter's B over that of all else (LoRA+: Hayou et al., 2024)."""
     dropout: Fraction = 0.0
@@ -616,13 +628,33 @@ class Kto(Section):
 
 
 class Objective(Section):
-    """A loss of yours on the targets of text data (see launcher/objectives/target_loss.py)."""
+    """A loss on the targets of text data in place of the cross-entropy (see
+    launcher/objectives/target_loss.py)."""
 
-    loss: Function
-    """`package.module:function`: gets the log-probabilities of the targets, (targets,), and returns
-    the loss of each; with the attribute needs = "logits": gets logits and targets."""
+    loss: TargetLoss
+    """label_smoothing: a part of the probability of a target goes to all tokens alike (Szegedy et al.,
+    2016), {amount: 0.1} in arguments. Or a function of yours, `package.module:function`: gets the
+    log-probabilities of the targets, (targets,), and returns the loss of each; with the attribute
+    needs = "logits": gets logits and targets."""
     arguments: dict[str, Any] | None = None
     """Further keyword arguments of the function; `${oc.env:NAME}` as in data.arguments."""
+
+    @property
+    def own(self) -> bool:
+        """Whether the loss is a function of the user's."""
+        return self.loss != LABEL_SMOOTHING
+
+
+class ParameterGroup(Section):
+    """Parameters with a learning rate or a weight decay of their own."""
+
+    patterns: TextList
+    """Names of parameters, such as `model.embed_tokens.*`. The first group that matches a parameter
+    counts."""
+    learning_rate_ratio: PositiveFloat = 1.0
+    """Learning rate of these parameters over that of all else."""
+    weight_decay: NonNegativeFloat | None = None
+    """Of the matrices among them; null: optimizer.weight_decay."""
 
 
 class Optimizer(Section):
@@ -646,6 +678,12 @@ class Optimizer(Section):
     """sgd, muon: decay rate of the momentum. sgd, 0: no momentum, and no state."""
     weight_decay: NonNegativeFloat = 0.1
     """For parameters with two dimensions or more; decoupled, but with sgd added to the gradient."""
+    groups: Annotated[tuple[ParameterGroup, ...], Field(min_length=1)] | None = None
+    """Parameters with other values: [{patterns: [model.embed_tokens.*], learning_rate_ratio: 0.1,
+    weight_decay: 0}, ...]; null: none."""
+    layer_decay: Annotated[StrictFloat, Field(gt=0, le=1)] | None = None
+    """Each block's learning rate over that of the block after it, such as 0.9. What follows the blocks
+    has the whole rate, and the embeddings the smallest. It multiplies the ratios of groups. null: none."""
     max_grad_norm: PositiveFloat | None = 1.0
     """Clip gradients to this global 2-norm; null: never."""
     ema: Annotated[StrictFloat, Field(gt=0, lt=1)] | None = None
@@ -891,7 +929,7 @@ class Recipe(Section):
     distillation: Distillation | None = None
     """Train on the predictions of a teacher; null: on the tokens of the data only."""
     objective: Objective | None = None
-    """A loss of yours; null: the cross-entropy."""
+    """Label smoothing, or a loss of yours; null: the cross-entropy."""
     optimizer: Optimizer = Optimizer()
     schedule: Schedule = Schedule()
     evaluation: Evaluation = Evaluation()
@@ -911,7 +949,7 @@ class Recipe(Section):
     def own_functions(self) -> dict[str, str]:
         """The functions of the user that build what the recipe trains, by their keys."""
         named = {"model.builder": self.model.builder, "data.builder": self.data.builder}
-        if self.objective is not None:
+        if self.objective is not None and self.objective.own:
             named["objective.loss"] = self.objective.loss
         return {key: name for key, name in named.items() if name is not None}
 

@@ -148,8 +148,17 @@ def _is_text(value: Any) -> Any:
 ByteSize = Annotated[
     str, BeforeValidator(_is_text, json_schema_input_type=str), refuse_unless(size_in_bytes, _BYTES)
 ]
+LABEL_SMOOTHING = "label_smoothing"
+"""The value of objective.loss that is no function of the user's."""
 _FUNCTION = r"[A-Za-z_][\w.]*:[A-Za-z_]\w*"
 Function = Annotated[str, form(_FUNCTION, "must be `package.module:function`")]
+TargetLoss = Annotated[
+    str,
+    form(
+        f"{LABEL_SMOOTHING}|{_FUNCTION}",
+        f"must be {LABEL_SMOOTHING} or `package.module:function`",
+    ),
+]
 Metric = Annotated[
     str,
     form(

@@ -28,6 +28,7 @@ from launcher.models.nf4_layers import describe_nf4
 from launcher.models.record import whole_model
 from launcher.models.recurrent import missing_kernels
 from launcher.models.shards import local_bytes
+from launcher.optimizers.groups import describe_groups
 from launcher.optimizers.optimizer import warmup_steps
 from launcher.recipe import schema
 from launcher.recipe.decode import KeyPath, dotted
@@ -42,6 +43,7 @@ from launcher.strategies.activation_checkpointing import (
 )
 from launcher.strategies.base import compute_dtype
 from launcher.strategies.one_rank import OneRank
+from launcher.training.model import learning_rate_ratios
 from launcher.training.setup import Training
 
 
@@ -171,6 +173,7 @@ def _model(training: Training) -> Iterator[str]:
                 "note: recurrent layers run in PyTorch's operators, several times slower than in "
                 f"kernels: install {' and '.join(missing)}"
             )
+    yield from describe_groups(whole, recipe.optimizer, learning_rate_ratios(whole, recipe))
     if not blocks:
         yield (
             "note: the model's class names no blocks (_no_split_modules): it is sharded as one "

@@ -49,6 +49,7 @@ from launcher.objectives.base import Objective
 from launcher.objectives.make import make_objective
 from launcher.objectives.synthetic import SyntheticData, synthetic_data
 from launcher.objectives.teacher import checked_teacher
+from launcher.optimizers.groups import decays_of, ratios_of
 from launcher.optimizers.offload import StateFile
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe import schema
@@ -208,7 +209,8 @@ class PreparedModel:
             optimized=wrapped.optimized,
             cpu_offload=recipe.strategy.cpu_offload,
             blocks=self.description.blocks.values(),
-            ratios=_learning_rate_ratios(wrapped.module, recipe),
+            ratios=learning_rate_ratios(whole_model(wrapped.module), recipe),
+            decays=decays_of(whole_model(wrapped.module), recipe.optimizer),
             state_file=state_file,
         )
 
@@ -264,8 +266,9 @@ class PreparedModel:
                 wrapped.without_gradients(check)
 
 
-def _learning_rate_ratios(model: nn.Module, recipe: Recipe) -> dict[str, float]:
-    """Ratios of learning rates over that of the recipe, by the clean names of parameters."""
+def learning_rate_ratios(model: nn.Module, recipe: Recipe) -> dict[str, float]:
+    """Ratios of learning rates over that of the recipe, by the clean names of parameters. model: with
+    all of its blocks. Raises RecipeError as `ratios_of`."""
     ratios: dict[str, float] = {}
     if recipe.lora is not None and recipe.lora.b_ratio != 1.0:
         tensors = (each for weight in adapted_weights(model) for each in weight.tensors().values())
@@ -275,6 +278,8 @@ def _learning_rate_ratios(model: nn.Module, recipe: Recipe) -> dict[str, float]:
             names = [clean_name(name) for name, _ in model.named_parameters()]
             parts = {clean_name(n) for n in parts_without_text(model) if is_of_tower(n, [kind])}
             ratios |= {name: section.learning_rate_ratio for name in names if name in parts}
+    for name, ratio in ratios_of(model, recipe.optimizer).items():
+        ratios[name] = ratios.get(name, 1.0) * ratio
     return ratios
 
 
@@ -334,6 +339,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         model,
         blocks,
         mlp_tile=recipe.model.mlp_tile,
+        neftune_noise_alpha=recipe.model.neftune_noise_alpha,
         packed=packed,
         drops_causal_mask=objective.causal,
         transforms=objective.predicts_tokens,
@@ -345,6 +351,8 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         attention=recipe.model.attention,
     )
     objective.check_model(model)
+    # At once, so that a plan reports patterns that match nothing
+    ratios_of(model, recipe.optimizer), decays_of(model, recipe.optimizer)
     attachments = attachments_of(recipe.attachments, recipe.model, model)
     return PreparedModel(
         model,

@@ -23,6 +23,7 @@ from launcher.data.collation import raise_error
 from launcher.data.loader import make_loader, to_device
 from launcher.data.streaming import StreamingDataset
 from launcher.distributed.process_group import from_rank_0
+from launcher.models.embedding_noise import ALPHA
 from launcher.models.names import clean_name
 from launcher.objectives.base import dataset_objective
 from launcher.strategies.base import compute_dtype
@@ -183,12 +184,12 @@ def check_sum(training: Training) -> SumCheck | None:
 
 @contextmanager
 def dropout_off(model: nn.Module) -> Iterator[None]:
-    """A context in which all probabilities of dropout are zero: each rank draws its own, so that
-    losses would differ."""
+    """A context in which all probabilities of dropout, and the noise on embeddings, are zero: each
+    rank draws its own, so that losses would differ."""
     changed = list[tuple[nn.Module, str, float]]()
     for module in model.modules():
         for name, value in list(vars(module).items()):  # such as attention_dropout, resid_pdrop
-            own = name == "p" and isinstance(module, _DROPOUTS)
+            own = name == ALPHA or (name == "p" and isinstance(module, _DROPOUTS))
             if isinstance(value, float) and (own or "drop" in name):
                 changed.append((module, name, value))
                 setattr(module, name, 0.0)

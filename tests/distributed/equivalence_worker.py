@@ -118,7 +118,7 @@ OWN = {
     "focal": (focal, "{gamma: 1.5}"),
     "label_smoothing": (label_smoothing, "{amount: 0.2}"),
 }
-"""A user's losses, as the plain loop computes them from full logits, and their arguments."""
+"""Label smoothing and a user's losses, as the plain loop computes them from full logits, and their arguments."""
 OWN_RUNS = {
     "ddp": (STRATEGIES["ddp"], 1),
     "fsdp": (STRATEGIES["fsdp"], 4),
@@ -471,7 +471,8 @@ def compare_precisions_and_models(worker):
     for name, (of_logits, arguments) in OWN.items():
         _, _, losses, norms = worker.plain_loop(of_logits=of_logits)
         worker.results[f"plain {name}"] = {"losses": losses, "norms": norms}
-        own = f"objective={{loss: 'tests.target_losses:{name}', arguments: {arguments}}}"
+        loss = name if name == "label_smoothing" else f"tests.target_losses:{name}"
+        own = f"objective={{loss: '{loss}', arguments: {arguments}}}"
         for where, (overrides, ranks) in OWN_RUNS.items():
             if name != "label_smoothing" or where != "tensor":
                 train(

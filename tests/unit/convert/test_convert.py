@@ -130,11 +130,17 @@ def test_the_command_writes_the_recipe_and_says_what_is_lost(tmp_path, monkeypat
     assert "epochs: 1" in (tmp_path / "new.yaml").read_text()
     assert main(["show", "recipe=new.yaml", "gpus=2"]) == 0
     capsys.readouterr()
-    (tmp_path / "b.yaml").write_text((tmp_path / "a.yaml").read_text() + "neftune_noise_alpha: 5\n")
+    (tmp_path / "b.yaml").write_text(
+        (tmp_path / "a.yaml").read_text() + "optim_target_modules: [a]\n"
+    )
     assert main(["new", "from=b.yaml"]) == 3
     printed = capsys.readouterr()
-    assert "  neftune_noise_alpha: noise on embeddings" in printed.err
-    assert "# - neftune_noise_alpha: noise on embeddings" in printed.out
+    assert (
+        "  optim_target_modules: the optimizers are adamw, sgd, adafactor and muon" in printed.err
+    )
+    assert (
+        "# - optim_target_modules: the optimizers are adamw, sgd, adafactor and muon" in printed.out
+    )
     for words, problem in {
         "from=none.yaml": "none.yaml: cannot be read: No such file or directory",
         "from=new.yaml": "a recipe of the launcher has the section run; give it as recipe=new.yaml",
@@ -146,6 +152,15 @@ def test_the_command_writes_the_recipe_and_says_what_is_lost(tmp_path, monkeypat
 
 
 AXOLOTL_KEYS = [
+    ("neftune_noise_alpha: 5", {"model.neftune_noise_alpha": 5}),
+    (
+        "adapter: lora\npeft_init_lora_weights: pissa_niter_16",
+        {"lora.init": "pissa", "checkpoint.export_merged": True},
+    ),
+    (
+        "label_smoothing_factor: 0.1",
+        {"objective.loss": "label_smoothing", "objective.arguments.amount": 0.1},
+    ),
     ("adapter: lora\nlora_r: 8\nlora_alpha: 16", {"lora.rank": 8, "lora.alpha": 16}),
     ("adapter: qlora\nload_in_4bit: true\nlora_target_linear: true", {"lora.quantize": "nf4"}),
     ("adapter: lora\nlora_target_modules: 'layers.\\d+.mlp.(up|down)_proj'",
@@ -482,7 +497,7 @@ def test_values_of_another_type_are_answers(tmp_path, value):
 def test_a_whole_checkout_is_converted_and_counted(tmp_path, monkeypatch, capsys):
     texts = {
         "kept": AXOLOTL.replace("chats.jsonl", "owner/chats"),
-        "lost": AXOLOTL.replace("chats.jsonl", "owner/chats") + "neftune_noise_alpha: 5\n",
+        "lost": AXOLOTL.replace("chats.jsonl", "owner/chats") + "optim_target_modules: [a]\n",
         "absent": AXOLOTL,
         "export": "model_name_or_path: a/b\ntemplate: qwen3\n",
     }
@@ -499,7 +514,7 @@ def test_a_whole_checkout_is_converted_and_counted(tmp_path, monkeypatch, capsys
         "1 without loss",
     ]
     assert "1 lost" in keys
-    assert lost == ["   1 neftune_noise_alpha: noise on embeddings"]
+    assert lost == ["   1 optim_target_modules: the optimizers are adamw, sgd, adafactor and muon"]
 
 
 PLAIN = """

@@ -1066,6 +1066,46 @@ def test_messages_without_loss(tokenizer, template):
         read_messages([{**last[1], "weight": 0.5}], "messages")
 
 
+@pytest.mark.parametrize("marked", [True, False])
+def test_weights_of_messages_are_those_of_their_tokens(tmp_path, folder, marked):
+    """Also of what ends the turn; of tools' names for them, and times that of the row."""
+    tokenizer = bpe_tokenizer()
+    (tmp_path / "t.jinja").write_text((with_marks if marked else without_marks)(CHATML))
+    messages = dialogue("a", "yes", "b", "no", "c", "what?")
+    messages[1] |= {"weight": 0.25}
+    messages[3] |= {"loss_scale": 0}
+    rows = [
+        {"messages": messages, "worth": 2.0},
+        {"messages": dialogue("a", "yes"), "worth": 3.0},
+        {"messages": [*messages[:1], {**messages[1], "train": 1}], "worth": 1.0},
+        {"messages": [*messages[:1], {**messages[1], "weight": -1}], "worth": 1.0},
+    ]
+    options = {"chat_template": str(tmp_path / "t.jinja"), "message_weights": True}
+    for column, factors in ((None, (1, 1)), ("worth", (2, 3))):
+        named = {} if column is None else {"weights_column": column}
+        first, second, *wrong = encode_file(tmp_path, rows, "chat", folder, **options, **named)
+        for found, parts in (
+            (first, {"yes<|end|>": 0.25, "what?<|end|>": 1}),
+            (second, {"yes<|end|>": 1}),
+        ):
+            factor = factors[found is second]
+            learned = found.targets != IGNORED
+            weights = found.weights[learned]
+            texts = dict.fromkeys(dict.fromkeys(weights.tolist()), "")
+            for weight in texts:
+                texts[weight] = tokenizer.decode(found.ids[learned][weights == weight])
+            assert texts == {weight * factor: text for text, weight in parts.items()}
+        assert wrong[0].problem.startswith(
+            "message 2: weight: 0.25, train: 1: these weights differ"
+        )
+        problem = (
+            "message 2: its weight in the loss must be 0, or from 1e-20 to 1e20; got weight: -1"
+        )
+        assert wrong[1].problem == problem
+    plain = encode_file(tmp_path, rows[1:2], "chat", folder)
+    assert plain[0].weights is None
+
+
 @pytest.mark.parametrize("masks", [{"weight": 0, "train": True}, {"loss": True, "masked": 1}])
 def test_masks_of_a_message_that_differ_are_refused(masks):
     """The one without loss was taken, in silence."""

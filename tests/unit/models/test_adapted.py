@@ -30,7 +30,7 @@ from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Lora, Model
-from launcher.training.model import _learning_rate_ratios
+from launcher.training.model import learning_rate_ratios
 from tests import REPOSITORY
 from tests.unit.models.test_export import export_model
 from tests.unit.models.test_load import CPU, logits, reference, save
@@ -147,7 +147,7 @@ def test_a_kind_of_layer_is_a_class_and_a_mark(tmp_path, monkeypatch, tied):
     torch.testing.assert_close(logits(model), reference(base))  # without effect
 
     recipe = load_recipe(["recipe=fsdp", "lora={b_ratio: 4}"], ranks=1).recipe
-    assert _learning_rate_ratios(model, recipe) == {"model.embed_tokens.up": 4.0}
+    assert learning_rate_ratios(model, recipe) == {"model.embed_tokens.up": 4.0}
 
     model.get_input_embeddings().down.data.normal_(std=0.1)
     wanted = logits(model)

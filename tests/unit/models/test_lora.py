@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from launcher.models import float8, nf4_layers
 from launcher.models.adapter_files import adapter_loader
 from launcher.models.build import build_model
 from launcher.models.description import describe
+from launcher.models.first_factors import pissa
 from launcher.models.load import open_checkpoint, pretrained_weights
 from launcher.models.lora import add_adapters
 from launcher.objectives.preference import Preference
@@ -591,3 +593,119 @@ def test_layers_whose_weights_kernels_read_get_no_adapter(kind, layers, targets,
             RecipeError, match=rf"{name}: .*Mixer gives the weight of .* to kernels"
         ):
             add_adapters(named, Lora(rank=4, target_modules=(name,)), base_dtype=torch.float32)
+
+
+INITS = {
+    "pissa": ("base", "pissa", {}),
+    "olora": ("base", "olora", {}),
+    "pissa, biases": ("tied", "pissa", {"rank_stabilized": True}),
+    "olora, biases": ("tied", "olora", {"rank_stabilized": True}),
+}
+
+
+@pytest.mark.parametrize("case", INITS)
+def test_first_values_and_frozen_weights_are_those_of_peft(request, tmp_path, case):
+    """And the model begins as it was, and a trained one is merged as peft does: from the run, and from
+    its checkpoint, which has the adapter only."""
+    name, init, options = INITS[case]
+    folder = request.getfixturevalue(name)
+    ours = load(folder, trained=False, init=init, **options)
+    config = LoraConfig(
+        r=4,
+        lora_alpha=6,
+        use_rslora=options.get("rank_stabilized", False),
+        target_modules="all-linear",
+        init_lora_weights=init,
+    )
+    theirs = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), config
+    ).base_model.model
+    values, expected = dict(ours.named_parameters()), dict(theirs.named_parameters())
+    assert values.keys() == expected.keys()
+    # peft's singular vectors, in float32, have errors of 2e-5
+    close = partial(torch.testing.assert_close, rtol=1e-6, atol=5e-5 if init == "pissa" else 1e-6)
+    for key in values:
+        if ".lora_A." in key:  # a row of A and its column of B have any sign in a singular vector
+            up = key.replace("lora_A", "lora_B")
+            signs = (
+                (values[key] * expected[key]).sum(1).sign() if init == "pissa" else torch.ones(4)
+            )
+            close(values[key], signs[:, None] * expected[key])
+            close(values[up], signs * expected[up])
+        elif ".lora_B." not in key:
+            close(values[key], expected[key])
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    torch.testing.assert_close(logits(ours), logits(plain), rtol=1e-5, atol=1e-5)
+
+    model = load(folder, init=init, **options)
+    recipe = recipe_of(
+        f"model.path={folder}",
+        f"lora={{rank: 4, alpha: 6, init: {init}, rank_stabilized: {options != {}}}}".lower(),
+        "strategy={mixed_precision: null}",
+        "checkpoint.export_merged=true",
+    )
+    run = tmp_path / "run"
+    run.mkdir()
+    create_checkpoint(run, model, 20, recipe)
+    RunFolder(run).note("finished", step=20, exported=True)
+    assert export(run, tmp_path / "adapter") == 2
+    assert export(run, tmp_path / "merged", "--merged") == 0
+    export_model(model, tmp_path / "own", merged=True)
+    for out in (tmp_path / "merged", tmp_path / "own"):
+        merged = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        torch.testing.assert_close(logits(merged), logits(model.eval()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(6, 9), (9, 6)])
+def test_pissa_is_the_part_of_the_largest_singular_values(shape):
+    """peft's formulas in float64, and a value of them."""
+    weight = torch.arange(54.0).square().sin().view(shape)
+    down, up = pissa(weight, 2, 1.5)
+    left, sizes, right = torch.linalg.svd(weight.double(), full_matrices=False)
+    root = (sizes[:2] / 1.5).sqrt()
+    signs = (left[:, :2] * up).sum(0).sign()
+    for found, expected in ((up, left[:, :2] * root * signs), (down.T, right[:2].T * root * signs)):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+    assert (up @ down)[0, 0].item() == pytest.approx(
+        {(6, 9): -0.1066302, (9, 6): -0.0906265}[shape], abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_first_values_of_weights_in_sixteen_bits(base, tmp_path, init):
+    """The frozen weights are rounded, and a merged export has what the run computed with."""
+    lora = Lora(rank=4, alpha=6.0, init=init)
+    model = build_model(Model(path=str(base)), sequence_length=16)
+    found = open_checkpoint(base, model)
+    add_adapters(model, lora, base_dtype=torch.bfloat16, base=str(base))
+    adapter_loader(
+        lambda *arguments: pretrained_weights(*arguments, checkpoint=found, seed=3), model, None
+    )(model, CPU, CPU)
+    run = tmp_path / "run"
+    run.mkdir()
+    recipe = recipe_of(
+        f"model.path={base}",
+        f"lora={{rank: 4, alpha: 6, init: {init}}}",
+        "strategy={mixed_precision: {param_dtype: bfloat16}}",
+        "checkpoint.export_merged=true",
+    )
+    create_checkpoint(run, model, 20, recipe)
+    RunFolder(run).note("finished", step=20, exported=True)
+    assert export(run, tmp_path / "merged", "--merged") == 0
+    export_model(model, tmp_path / "own", merged=True, source=found)
+    layer = model.model.layers[0].mlp.up_proj
+    weight = layer.base_layer.weight.float()
+    weight = weight + 1.5 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    key = "model.layers.0.mlp.up_proj.weight"
+    for out in ("merged", "own"):
+        stored = load_file(tmp_path / out / "model.safetensors")[key]
+        torch.testing.assert_close(stored.float(), weight, rtol=1e-6, atol=1e-6)
+
+
+def test_layers_whose_weights_cannot_give_first_values(base, tied):
+    for folder, options, problem in (
+        (tied, {"target_modules": ("lm_head",)}, "lora.init: not available for lm_head, whose"),
+        (base, {"rank": 100}, "lora.rank: 100 is more than"),
+    ):
+        with pytest.raises(RecipeError, match=problem):
+            load(folder, init="pissa", **options)

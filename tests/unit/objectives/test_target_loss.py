@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from launcher.cli.main import main
 from launcher.data.batching import NO_SAMPLE
@@ -11,6 +12,7 @@ from launcher.data.opening import open_dataset
 from launcher.data.token_store import ModelTraits
 from launcher.errors import RecipeError
 from launcher.models import head as head_module
+from launcher.models.head import Chunking, Transform
 from launcher.objectives.target_loss import load_target_loss
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Objective
@@ -87,6 +89,25 @@ def test_the_cross_entropy_written_by_a_user_is_the_launchers(
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
     assert len(found[0][0]) == 5  # of two sources, losses and weights
+
+
+def test_label_smoothing_is_that_of_torch_a_part_of_the_targets_at_a_time(monkeypatch):
+    """Losses and gradients, of the head and of logits. The values are those of
+    cross_entropy(label_smoothing=0.2)."""
+    monkeypatch.setattr(head_module, "CHUNK_ELEMENTS", 2 * 7)
+    loss = load_target_loss(Objective(loss="label_smoothing", arguments={"amount": 0.2}))
+    weight = (torch.arange(21.0).view(7, 3).sin() * 2).requires_grad_()
+    inputs = (torch.arange(15.0).view(5, 3).cos() * 3).requires_grad_()
+    targets = torch.tensor([0, 6, 3, 3, 1])
+    losses = loss.of_head(inputs, weight, None, targets, Chunking(Transform(), 7))
+    values = torch.tensor([5.208803, 1.155667, 3.325538, 3.629329, 8.748808])
+    torch.testing.assert_close(losses, values, rtol=1e-6, atol=1e-6)
+    logits = inputs @ weight.T
+    torch.testing.assert_close(loss.of_logits(logits, targets), values, rtol=1e-6, atol=1e-6)
+    own = torch.autograd.grad(losses.sum(), [inputs, weight])
+    reference = cross_entropy(logits, targets, reduction="sum", label_smoothing=0.2)
+    for ours, theirs in zip(own, torch.autograd.grad(reference, [inputs, weight]), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,12 @@ IN_ARGUMENTS = r"""
 | @classify & data.labels=a | /two-classes
 | @classify & data.train={a: {files: data.txt, kind: text}} | data.train.a.kind/mixed-losses
 | data.labels=[a,b] | /needs-data.kind
+| data.message_weights=true | /needs-data.kind
+| data.kind=chat & data.message_weights=true & data.loss_on=all | data.message_weights/needs-data.loss_on
+| objective.loss=smoothing | /form
+| objective.loss=label_smoothing | objective.arguments/missing
+| objective={loss: label_smoothing, arguments: {amount: 1}} | objective.arguments.amount/range
+| objective={loss: label_smoothing, arguments: {amount: 0.1, power: 2}} | objective.arguments.power/unknown
 | distillation={} | distillation.teacher/missing
 | distillation.teacher=nowhere | /no-such-path
 | @teach & distillation.top_k=0 | /range
@@ -255,6 +261,9 @@ IN_ARGUMENTS = r"""
 | model.chunked_loss=false & model.keep_logits=true | /needs-model.chunked_loss
 | @teach & model.keep_logits=true | /not-with-distillation
 | model.keep_logits=maybe | /type
+| model.neftune_noise_alpha=-1 | /range
+| @prefer & model.neftune_noise_alpha=5 | /not-with-preference
+2 | model.neftune_noise_alpha=5 & strategy={kind: fsdp, tensor_parallel_size: 2} | model.neftune_noise_alpha/needs-strategy.tensor_parallel_size
 | @teach & strategy.context_parallel_size=2 | distillation/needs-strategy.context_parallel_size
 | @teach & strategy.tensor_parallel_size=2 | distillation/needs-strategy.tensor_parallel_size
 | data.kind=preference | /needs-preference
@@ -279,6 +288,12 @@ IN_ARGUMENTS = r"""
 | @masked & model={path: null, config: {model_type: bert, is_decoder: true}} | model.config.is_decoder/not-with-model.task
 | @masked & data.kind=chat | /not-for-model.task
 | optimizer.ema=1.0 | /range
+| optimizer.layer_decay=1.5 | /range
+| optimizer.groups=[] | /empty
+| optimizer.groups=[{patterns: a}] | optimizer.groups[0]/no-change
+| optimizer.groups=[{patterns: a, learning_rate_ratio: 0}] | optimizer.groups[0].learning_rate_ratio/range
+| optimizer.groups=[{patterns: a, rate: 2}] | optimizer.groups[0].rate/unknown
+| optimizer.groups=[{weight_decay: 0}] | optimizer.groups[0].patterns/missing
 | optimizer.ema=0 | /range
 | checkpoint.every_steps=0 | /range
 | optimizer.ema=-1 | /range
@@ -383,6 +398,9 @@ IN_ARGUMENTS = r"""
 | lora={} & model.freeze=a.* | /not-with-lora
 | lora={quantize: int4} | lora.quantize/choice
 | lora={dora: 1} | lora.dora/type
+| lora={init: svd} | lora.init/choice
+| lora={init: pissa, dora: true} | lora.init/not-with-lora.dora
+| lora={init: olora} & checkpoint.export=at_end | checkpoint.export_merged/needed-with-lora.init
 | lora={b_ratio: 0} | lora.b_ratio/range
 | lora={rank_stabilised: true} | lora.rank_stabilised/unknown
 | lora={target_modules: []} | lora.target_modules/empty

@@ -91,7 +91,8 @@ def sections(kind=Recipe, path=()):
 def value_at(recipe, path):
     for name in path:
         recipe = getattr(recipe, name) if dataclasses.is_dataclass(recipe) else recipe[name]
-    return recipe
+    is_list = isinstance(recipe, tuple) and dataclasses.is_dataclass(next(iter(recipe), None))
+    return recipe[0] if is_list else recipe
 
 
 @pytest.mark.parametrize("file", SHIPPED, ids=lambda file: file.stem)
@@ -490,6 +491,7 @@ def test_recipe_is_immutable(folder):
         *("logging.wandb={project: p}", "profile={start_step: 1, steps: 1}"),
         *("data.train={a: {files: data.txt}}", "data.validation=data.txt"),
         *("data.kind=chat", "evaluation.generate={}"),
+        "optimizer.groups=[{patterns: a, weight_decay: 0}]",
     )
     recipe = dataclasses.replace(recipe, preference=Preference(), kto=Kto())  # for other data
     recipe = dataclasses.replace(recipe, distillation=Distillation(teacher="a/b"))
