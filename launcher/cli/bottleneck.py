@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.console import finite
 from launcher.distributed.rank_layout import layout_sizes
-from launcher.recipe.rules import excluded_by
+from launcher.recipe.derived import why_not_compiled
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
 
@@ -149,7 +149,7 @@ def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, boo
     mode = None if checkpointing is None else checkpointing.mode
     whole_state = strategy.kind == "ddp" and not strategy.shard_optimizer
     sizes = layout_sizes(strategy, ranks=profile.ranks)
-    eager = excluded_by(recipe, "model.compile", "true") is not None
+    eager = why_not_compiled(recipe) is not None
     workers, low = recipe.data.workers, recipe.optimizer.state_dtype != "float32"
     micro = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 0
     larger = f"batch.global_batch_size={2 * batch.global_batch_size}"

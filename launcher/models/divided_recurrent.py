@@ -58,10 +58,10 @@ class _Share:
     """A layer, but with other attributes."""
 
     def __init__(self, layer: Any, **own: Any) -> None:
-        self.__dict__.update(own, _layer=layer)
+        self.__dict__.update(own, whole_layer=layer)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
+        return getattr(self.whole_layer, name)
 
 
 def _first(tensor: torch.Tensor, *others: object) -> torch.Tensor:

@@ -109,20 +109,23 @@ def decide_precision(plain: dict[str, Any], derived: dict[KeyPath, Derived]) -> 
 
 
 def decide_compile(recipe: Recipe, derived: dict[KeyPath, Derived]) -> Recipe:
-    """The recipe with false in place of `model.compile: auto` if another key excludes compilation, or
-    divides layers or experts: no GPU has run these compiled."""
-    if recipe.model.compile != "auto":
+    """The recipe with false in place of `model.compile: auto` if another key speaks against it."""
+    why = why_not_compiled(recipe)
+    if recipe.model.compile != "auto" or why is None:
         return recipe
-    key: str | None = excluded_by(recipe, "model.compile", "true")
-    why = "because {} excludes it"
-    if key is None:
-        divided = [d.key for d in (TENSOR, EXPERT) if getattr(recipe.strategy, d.key) > 1]
-        key = f"strategy.{divided[0]}" if divided else None
-        why = "no GPU has run {} compiled; true compiles it"
-    if key is None:
-        return recipe
-    derived["model", "compile"] = Derived(False, why.format(key))
+    derived["model", "compile"] = Derived(False, why)
     return replace(recipe, model=replace(recipe.model, compile=False))
+
+
+def why_not_compiled(recipe: Recipe) -> str | None:
+    """Why another key excludes compilation, or why it is not recommended with another key: no GPU has
+    run divided layers and experts compiled; None: it is recommended."""
+    if key := excluded_by(recipe, "model.compile", "true"):
+        return f"because {key} excludes it"
+    for dimension in (TENSOR, EXPERT):
+        if getattr(recipe.strategy, dimension.key) > 1:
+            return f"no GPU has run strategy.{dimension.key} compiled; true compiles it"
+    return None
 
 
 def _model_config(model: Mapping[str, Any], *, hub: bool) -> Mapping[str, object]:
