@@ -17,6 +17,9 @@ from launcher.models.names import clean_name
 from launcher.optimizers.matrices import decayed_parameters
 from launcher.recipe import schema
 
+_MOST_LINES = 12
+"""Learning rates with a line each at the start."""
+
 
 def ratios_of(model: nn.Module, optimizer: schema.Optimizer) -> dict[str, float]:
     """The learning rates of trained parameters over `optimizer.learning_rate`, by clean name; those
@@ -104,8 +107,8 @@ def _heights(model: nn.Module) -> dict[str, int]:
 def describe_groups(
     model: nn.Module, optimizer: schema.Optimizer, ratios: Mapping[str, float]
 ) -> Iterator[str]:
-    """A line for each learning rate and weight decay, with what has it. model: with all of its blocks;
-    ratios: of all learning rates."""
+    """A line for each learning rate and weight decay, with what has it; of many, for the first and the last
+    ones. model: with all of its blocks; ratios: of all learning rates."""
     if optimizer.groups is None and optimizer.layer_decay is None:
         return
     decays, decayed = decays_of(model, optimizer), decayed_parameters(model)
@@ -116,7 +119,13 @@ def describe_groups(
             decay = decays.get(name, optimizer.weight_decay) if name in decayed else 0.0
             key = ratios.get(name, 1.0), decay
             found.setdefault(key, {})[name] = math.prod(parameter.shape)
-    for (ratio, decay), sizes in found.items():
+    left_out = len(found) - _MOST_LINES if len(found) > _MOST_LINES + 1 else 0
+    for number, ((ratio, decay), sizes) in enumerate(found.items()):
+        place = number - _MOST_LINES // 2
+        if place == 0 and left_out:
+            yield f"optimizer: ... {left_out} more, by their layers"
+        if 0 <= place < left_out:
+            continue
         first, *others = sizes
         more = f" and {len(others)} more" if others else ""
         yield (

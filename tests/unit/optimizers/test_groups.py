@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+import transformers
 
 from launcher.errors import RecipeError
 from launcher.models.description import describe
 from launcher.optimizers.groups import decays_of, describe_groups, ratios_of
 from launcher.optimizers.optimizer import make_optimizer
 from launcher.recipe.schema import Optimizer, ParameterGroup
+from tests.unit.models.recurrent_families import BASE
 from tests.unit.models.test_causal_models import build
 from tests.unit.models.test_tiled_mlp import small
 
@@ -104,6 +106,19 @@ def test_what_has_which_values_is_said():
     ]
     assert lines[0].endswith("model.embed_tokens.weight and 7 more")
     assert not list(describe_groups(model, Optimizer(), {}))
+
+
+def test_of_many_learning_rates_the_first_and_the_last_are_said():
+    config = transformers.AutoConfig.for_model("llama", **(BASE | {"num_hidden_layers": 9}))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    section = Optimizer(layer_decay=0.5)
+    # Of each block matrices and norms; embedding; the last norm and the head
+    every, ratios = 9 * 2 + 3, ratios_of(model, section)
+    lines = list(describe_groups(model, section, ratios))
+    assert len(lines) == 13
+    assert lines[6] == f"optimizer: ... {every - 12} more, by their layers"
+    assert lines[0].endswith("model.embed_tokens.weight")
+    assert lines[-1].endswith("lm_head.weight")
 
 
 @pytest.mark.parametrize(
