@@ -591,9 +591,18 @@ class _KernelWithSinks(torch.autograd.Function):
             ctx.scale,
             ctx.window,
         )
-        weighted = (gradient.float() * out.float()).sum(2).t()  # (heads, tokens)
-        of_sinks = -((sinks.float()[:, None] - with_sink).exp() * weighted).sum(1)
-        return *of_inputs, of_sinks.to(sinks.dtype), None, None, None, None
+        of_sinks = gradient_of_sinks(gradient, out, sinks, with_sink)
+        return *of_inputs, of_sinks, None, None, None, None
+
+
+def gradient_of_sinks(
+    gradient: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor, log_sum: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of sinks (heads,), from the output (tokens, heads, head size), its gradient, and the
+    log-sum-exp (heads, tokens) of the scores with the sinks: see `_KernelWithSinks`."""
+    weighted = (gradient.float() * out.float()).sum(2).t()
+    of_sinks: torch.Tensor = -((sinks.float()[:, None] - log_sum).exp() * weighted).sum(1)
+    return of_sinks.to(sinks.dtype)
 
 
 def _dense(inputs: list[torch.Tensor], options: Call) -> torch.Tensor:

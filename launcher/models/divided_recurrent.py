@@ -306,11 +306,9 @@ def divide_recurrent_layers(
 def _heads_of(family: _Family, layer: nn.Module, rows: RowDivision, rank: int) -> _Heads:
     """Those of a rank."""
     heads, groups = family.sizes(layer)
-    first, last, of_group = (
-        rank * heads // rows.size,
-        (rank + 1) * heads // rows.size,
-        heads // groups,
-    )
+    first = rank * heads // rows.size
+    last = (rank + 1) * heads // rows.size
+    of_group = heads // groups
     return _Heads(slice(first, last), slice(first // of_group, (last - 1) // of_group + 1))
 
 

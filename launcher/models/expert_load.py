@@ -62,7 +62,7 @@ class ExpertLoad:
             for name, each in modules.items()
         }
         self._text: torch.Tensor | None = None
-        """Of each token of the micro-batch, whether it is no padding; None: nothing is counted."""
+        """Of each token of the micro-batch, whether the token is text and not padding; None: nothing is counted."""
         self._ranks: RankLayout | None = None
         self._rate = 0.0
         self._interval: torch.Tensor | None = None
@@ -119,7 +119,7 @@ class ExpertLoad:
         # A block is recomputed in the backward pass, when no loss runs
         if self._text is None or not torch.is_grad_enabled():
             return
-        # Its name is that of the family; the other arguments are no integers
+        # The name of this argument depends on the family; the others are no integers
         chosen = next(each for each in (*args, *kwargs.values()) if not each.is_floating_point())
         counted = torch.ones_like(chosen)
         # An objective may call the model with other rows than those of the micro-batch
@@ -200,8 +200,7 @@ def _find_bias(model: nn.Module, experts: str) -> tuple[nn.Module | None, str]:
 
 def _text_of(micro_batch: MicroBatch) -> torch.Tensor:
     """(tokens,), bool: false in padding. Always a tensor, so that blocks are compiled once."""
-    text = micro_batch.text_mask
-    text = micro_batch.inputs.get("attention_mask") if text is None else text
+    text = micro_batch.text
     ids = micro_batch.inputs.get("input_ids")
     if text is None and ids is not None:
         text = torch.ones(ids.shape, dtype=torch.bool, device=ids.device)

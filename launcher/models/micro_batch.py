@@ -64,6 +64,12 @@ class MicroBatch:
         assert self.targets is not None
         return self.targets != IGNORED
 
+    @property
+    def text(self) -> torch.Tensor | None:
+        """(rows, tokens): false or 0 in padding; None: there is none."""
+        found: torch.Tensor | None = self.text_mask
+        return self.inputs.get("attention_mask") if found is None else found
+
     def at_positions(self, of_tokens: torch.Tensor) -> torch.Tensor:
         """What the flattened targets at `positions`, or all of them, have of (rows, tokens)."""
         flat = of_tokens.flatten()

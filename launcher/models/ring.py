@@ -26,7 +26,12 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from launcher.libraries.private import varlen_backward, varlen_forward
-from launcher.models.attention import LARGEST_HEAD, has_varlen_kernel, missing_for_varlen
+from launcher.models.attention import (
+    LARGEST_HEAD,
+    gradient_of_sinks,
+    has_varlen_kernel,
+    missing_for_varlen,
+)
 from launcher.models.description import layer_configs, text_config
 from launcher.models.row_division import DividedRows, Span
 
@@ -245,10 +250,8 @@ class _Ring(torch.autograd.Function):
             of_theirs = torch.zeros_like(theirs, dtype=torch.float32)
             add(step.blocks, theirs, of_theirs)
             # It returns directly, and so is rounded once; it is awaited after the next step
-            before, returned = (
-                returned,
-                _Exchange(ctx.group, of_theirs.to(key.dtype), [step], back=True),
-            )
+            before = returned
+            returned = _Exchange(ctx.group, of_theirs.to(key.dtype), [step], back=True)
             returned.start(0)
             if before is not None:
                 before.add_to(of_both)
@@ -256,10 +259,8 @@ class _Ring(torch.autograd.Function):
             returned.add_to(of_both)
         of_key, of_value = torch.split(of_both.to(key.dtype), sizes, dim=-1)
         of_sinks = None
-        if sinks is not None:  # as in `_KernelWithSinks`
-            weighted = (gradient.float() * out.float()).sum(2).t()
-            of_sinks = -((sinks.float()[:, None] - log_sum).exp() * weighted).sum(1)
-            of_sinks = of_sinks.to(sinks.dtype)
+        if sinks is not None:
+            of_sinks = gradient_of_sinks(gradient, out, sinks, log_sum)
         return of_query.to(query.dtype), of_key, of_value, of_sinks, None, None, None
 
 

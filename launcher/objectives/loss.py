@@ -144,8 +144,7 @@ def _router_loss(
     Padding, by the micro-batch's `text_mask` or `attention_mask`, does not count. In transformers' loss
     it counts in models without `num_experts` and `num_experts_per_tok`.
     """
-    text = micro_batch.text_mask
-    text = micro_batch.inputs.get("attention_mask") if text is None else text
+    text = micro_batch.text
     auxiliary: torch.Tensor | None = getattr(found.outputs, "aux_loss", None)
     if auxiliary is None:
         return None
