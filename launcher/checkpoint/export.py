@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,12 +36,13 @@ from launcher.models.adapted import (
 from launcher.models.build import checkpoint_folder, is_pretrained
 from launcher.models.changes import adapt, build_with_tokens
 from launcher.models.config_files import set_dtype
-from launcher.models.description import describe
+from launcher.models.description import describe, is_class_without_head
 from launcher.models.hugging_face_files import (
     LABELS,
     PROCESSOR,
     WRITTEN,
     named_weights,
+    write_files,
     write_weights,
 )
 from launcher.models.initialization import initialize, materialize
@@ -67,6 +68,7 @@ from launcher.recipe.load import recorded_recipe
 from launcher.recipe.schema import Model, Recipe
 from launcher.reliability.json_files import Json
 from launcher.sources.hub import NAMED_TEMPLATES, model_folder, refuse_links
+from launcher.sources.sentence_transformers import NORMALIZE, POOLING, SCORE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,8 +83,10 @@ def export_checkpoint(
     base: str | None,
     ema: bool,
     trust_run: bool,
+    files: Callable[[Recipe, PreTrainedModel], Mapping[str, object]] = lambda recipe, model: {},
 ) -> bool:
-    """Writes `out` from a checkpoint, atomically. Returns whether it is an adapter.
+    """Writes `out` from a checkpoint, atomically, with `files` (`write_files`). Returns whether it is an
+    adapter.
 
     Without a dtype, the weights have the dtype that the run would export. merged: merges an adapter
     into its base model. base, ema, trust_run: see `open_checkpoint_weights`. Raises RecipeError if
@@ -124,6 +128,7 @@ def export_checkpoint(
         tokenizer = tokenizer_to_keep(recipe.data, recipe.model, recipe.attachments, prompts)
         if tokenizer is not None:
             tokenizer.save(scratch)
+        write_files(scratch, files(recipe, stored.model))
     return adapter
 
 
@@ -303,8 +308,9 @@ def export_folder(source: Path, out: Path, *, dtype: str | None, merged: bool) -
             own = any(file.match(pattern) for pattern in PROCESSOR)
             if copied and (own or not (scratch / file.name).exists()):
                 shutil.copy2(file, scratch / file.name)
-        if (source / NAMED_TEMPLATES).is_dir():
-            shutil.copytree(source / NAMED_TEMPLATES, scratch / NAMED_TEMPLATES)
+        for name in (NAMED_TEMPLATES, POOLING, NORMALIZE, SCORE):
+            if (source / name).is_dir():
+                shutil.copytree(source / name, scratch / name)
 
 
 def _cast(source: Path, scratch: Path, dtype: torch.dtype | None, *, adapter: bool) -> None:
@@ -342,18 +348,23 @@ def _open_adapter(source: Path) -> StoredTensors:
     return open_files([source / ADAPTER], key="export")
 
 
+_CLASSES = {"SEQ_CLS": "SequenceClassification", "FEATURE_EXTRACTION": "FEATURE_EXTRACTION"}
+"""By peft's name for the task of an adapter: what names the class of its model."""
+
+
 def open_exported_weights(source: Path) -> StoredModel:
     """The model in an exported folder; an adapter is merged into its base model. Raises RecipeError
     if the weights cannot be read or do not fit the model."""
     if not (source / ADAPTER_CONFIG).is_file():
         config = _read_object(source / "config.json")
-        model, checkpoint = _open_model(str(source), str(config.get("architectures")))
+        (architecture,) = config.get("architectures") or [""]
+        model, checkpoint = _open_model(str(source), str(architecture))
         return StoredModel(model, checkpoint.reader(), checkpoint.stored.dtype(), checkpoint)
     settings = _read_object(source / ADAPTER_CONFIG)
     labels = source / LABELS
     model, checkpoint = _open_model(
         base_of_adapter(source),
-        "SequenceClassification" if settings.get("task_type") == "SEQ_CLS" else "",
+        _CLASSES.get(str(settings.get("task_type")), ""),
         labels=list(_read_object(labels).values()) if labels.is_file() else None,
         new_ids=ids_of_adapter(settings),
     )
@@ -393,6 +404,8 @@ def _open_model(
 ) -> tuple[Any, ModelCheckpoint]:
     task: Any = "masked_lm" if "MaskedLM" in architecture else "causal_lm"
     task = "sequence_classification" if "SequenceClassification" in architecture else task
+    headless = architecture == "FEATURE_EXTRACTION" or is_class_without_head(architecture)
+    task = "embedding" if headless else task
     section = Model(path=path, task=task)
     model = build_with_tokens(section, sequence_length=1, labels=labels, new_ids=new_ids)
     folder = model_folder(path, key="export")

@@ -31,6 +31,7 @@ from launcher.models.config_files import problems_of_older_readers
 from launcher.models.description import describe, is_classifier, text_config
 from launcher.models.hugging_face_files import PROCESSOR, exported_tensors
 from launcher.models.new_rows import grow_vocabulary
+from launcher.models.predictions import logits_of
 from launcher.models.safetensors_files import ADAPTER, ADAPTER_CONFIG, open_files, open_folder
 from launcher.models.towers import features_of
 from launcher.reliability.json_files import Json
@@ -142,9 +143,9 @@ def _compare_tensors(stored: StoredModel, out: Path) -> tuple[list[str], torch.d
 
 @torch.no_grad()
 def _logits(model: Any, ids: torch.Tensor, seen: Mapping[str, Arrays]) -> torch.Tensor:
-    """Computes the logits row by row, so that a classifier needs no padding; after them the features
-    of attachments, by their kinds."""
-    parts = [model(input_ids=row[None]).logits for row in ids]
+    """Computes the logits, or hidden states of a model without a head, row by row, so that a classifier
+    needs no padding; after them the features of attachments, by their kinds."""
+    parts = [logits_of(model(input_ids=row[None])) for row in ids]
     for kind, arrays in seen.items():
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         parts += features_of(model, kind, tensors)

@@ -166,9 +166,17 @@ def _write(
     make_parent(out, "out")
     if checkpoint is not None:
         from launcher.checkpoint.export import export_checkpoint  # and with it torch
+        from launcher.objectives.make import make_objective
 
         adapter = export_checkpoint(
-            checkpoint, out, dtype=dtype, merged=merged, base=base, ema=ema, trust_run=trust_run
+            checkpoint,
+            out,
+            dtype=dtype,
+            merged=merged,
+            base=base,
+            ema=ema,
+            trust_run=trust_run,
+            files=lambda recipe, model: make_objective(recipe, trained=False).export_files(model),
         )
     else:
         adapter = (weights / "adapter_config.json").is_file()

@@ -68,7 +68,13 @@ img {{{{ display: block; max-width: 100%; margin: 6px 0 2px; }}}}
 </html>
 """
 """The page as rich fills it; `title` is filled first."""
-_LONGER = "the longer answer with the prompt"
+_MEASURED = {
+    "documents": "a document",
+    "answers": "an answer",
+    "pairs": "the longer answer with the prompt",
+    "queries": "the longest text of a row",
+}
+"""What lengths are of, by what the rows are."""
 """What data.sequence_length limits of a pair."""
 _SYMBOLS: dict[int, str] = {
     **{code: chr(0x2400 + code) for code in range(0x20)},
@@ -415,7 +421,8 @@ class Page:
         rows = bins(dataset.document_lengths, mark=most)
         width, largest = len(f"{rows[-1][1]:,}"), max(count for _, _, count in rows)
         self._print()
-        by = f"tokens of {_LONGER}" if dataset.unit == "pairs" else "tokens"
+        longest = dataset.unit in ("pairs", "queries")
+        by = f"tokens of {_MEASURED[dataset.unit]}" if longest else "tokens"
         self._rule((f"{part}{dataset.unit} by {by}", "bold"))
         for low, high, count in rows:
             if low == most + 1:
@@ -461,8 +468,8 @@ def _facts(dataset: SequenceDataset, *, padding: str) -> dict[str, str]:
     none = dict.fromkeys(ATTACHMENTS.values(), (0, 0))
     attachments = none | count_attachments(dataset)
     median, most = np.quantile(lengths, [0.5, 0.9], method="nearest").tolist()
-    many, one = dataset.unit, dataset.unit.removesuffix("s")
-    measured = f"a {one}" if one == "document" else f"an {one}" if one == "answer" else _LONGER
+    many = dataset.unit
+    measured = _MEASURED[many]
     sequences_of = {f"sequences of up to {dataset.length:,}": f"{len(sequences):,}"}
     if many != "documents":  # each of which is a sample
         sequences_of = {f"{many} that are trained": f"{len(sequences):,}"}
@@ -507,6 +514,8 @@ def _some(count: int) -> str:
 def _describe(row: Any, labels: tuple[str, ...] | None) -> list[str]:
     """Tokens of a row, and how many have a loss, or its class."""
     tokens = len(row["input_ids"])
+    if "hashes" in row:
+        return [f"{tokens:,} tokens", f"{len(row['hashes'])} texts"]
     if "position_ids" in row:
         trained = int((row["targets"] != IGNORED).sum())
         return [f"{tokens:,} tokens", f"{trained:,} with loss ({trained / max(1, tokens):.0%})"]

@@ -37,7 +37,6 @@ class SampleMaker(Protocol):
     micro-batches, and says in its docstrings what each method does."""
 
     unit: ClassVar[str]
-    texts: ClassVar[int]
     draws: ClassVar[bool]
     divides_loss: ClassVar[bool]
 
@@ -61,6 +60,8 @@ class SampleMaker(Protocol):
     def collate(self, rows: list[Sample], inputs: RowInputs) -> Collated: ...
 
     def sources(self, of: list[Integers]) -> torch.Tensor: ...
+
+    def text_length(self, row_length: int) -> int: ...
 
     def describe(self, dataset: SequenceDataset) -> str: ...
 
@@ -110,8 +111,7 @@ class SequenceDataset:
     def text_length(self) -> int:
         """Most tokens of a document, or of each answer of a pair with the prompt
         (data.sequence_length)."""
-        texts = self.objective.texts
-        return self.length // texts
+        return self.objective.text_length(self.length)
 
     @property
     def packed(self) -> bool:
@@ -150,9 +150,9 @@ class SequenceDataset:
 
     @property
     def document_lengths(self) -> Integers:
-        """Tokens of each document that was packed, with those that are dropped. Of a pair, those of
-        the longer answer with the prompt."""
-        lengths = text_lengths(self.store, self.objective.texts)
+        """Tokens of each document that was packed, with those that are dropped, as of
+        `text_lengths`."""
+        lengths = text_lengths(self.store, self.unit)
         return lengths if self.documents is None else lengths[self.documents]
 
     def width(self, longest: int) -> int:

@@ -45,6 +45,7 @@ from launcher.data.messages import (
 )
 from launcher.data.modality import Modality
 from launcher.data.pairs import different, pair_of_answers
+from launcher.data.retrieval_rows import RetrievalRow, pair_template, read_retrieval
 from launcher.data.template_source import read_template, today, uses_date
 from launcher.data.tokenizer import (
     Ids,
@@ -60,6 +61,7 @@ from launcher.errors import RowError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.template_names import missing_tokens, template_name
+from launcher.sources.hub import model_folder
 from launcher.sources.layouts import (
     ATTACHMENTS,
     KINDS,
@@ -76,6 +78,7 @@ from launcher.sources.layouts import (
     with_named_parts,
 )
 from launcher.sources.rows import Row, SourcePart, Values, in_batches, read_all
+from launcher.sources.sentence_transformers import VectorSettings, vector_settings
 
 _LOOKED_AT = 100
 """First rows among which `prompt_form` looks for one that can be used."""
@@ -87,6 +90,8 @@ _SETTINGS: dict[str, Callable[[RowKind], bool]] = {
     "loss_on": lambda kind: kind.loss_on == "answers",
     "chat_template_kwargs": lambda kind: kind.templated,
     "message_weights": lambda kind: kind is KINDS["chat"],
+    "documents": lambda kind: kind.loss_on == "texts",
+    "pair_template": lambda kind: kind is KINDS["reranking"],
 }
 """Further keys of data that change the tokens, and whether rows of a kind read them."""
 
@@ -106,7 +111,7 @@ class Encoder:
     template_name: str | None = None
     """Its name in NAMED_TEMPLATES; None: it has none."""
     longest: int | None = None
-    """Most tokens of a text for classification, with the tokenizer's special tokens."""
+    """Most tokens of a text that the tokenizer cuts, with its special tokens."""
     day: str | None = None
     """YYYY-MM-DD, for a chat template that prints today's date; None if none does."""
     settings: dict[str, Any] = field(default_factory=dict, repr=False)
@@ -319,6 +324,8 @@ def make_encoder(
     }
     if rows.answers and tokenizer is not None:
         settings["prompt_format"] = prompt_format(data, tokenizer)
+    if rows.loss_on == "texts":
+        settings |= _prompts(data, tokenizer)
     named = named_columns(vars(data))
     return Encoder(
         kind=kind,
@@ -327,11 +334,25 @@ def make_encoder(
         labels=data.labels if rows.loss_on == "class" else None,
         template=template,
         template_name=None if template is None else template_name(str(data.chat_template)),
-        longest=data.sequence_length if rows.loss_on == "class" else None,
+        longest=data.sequence_length if rows.is_cut_by_tokenizer else None,
         day=day,
         settings=settings,
         modalities=modalities if rows.templated else (),
     )
+
+
+def _prompts(data: schema.Data, tokenizer: str | None) -> dict[str, str]:
+    """The texts in front of queries and documents that are not empty."""
+    known = VectorSettings()
+    if tokenizer is not None and tokenizer != "bytes":
+        known = vector_settings(model_folder(tokenizer, key="data.tokenizer", weights=False))
+    prompts = {
+        "query_prompt": known.query_prompt if data.query_prompt is None else data.query_prompt,
+        "document_prompt": (
+            known.document_prompt if data.document_prompt is None else data.document_prompt
+        ),
+    }
+    return {name: text for name, text in prompts.items() if text}
 
 
 def _read_text(encoder: Encoder, found: Match, row: Values) -> str:
@@ -586,17 +607,64 @@ def _read_classification(encoder: Encoder, found: Match, row: Values) -> tuple[s
 
 def _encode_classification(encoder: Encoder, batch: list[tuple[str, int]]) -> list[Document]:
     texts, categories = zip(*batch, strict=True)
+    rows = zip(_cut_texts(encoder, texts), categories, strict=True)
+    return [Document(ids, class_number=number, cut_tokens=cut) for (ids, cut), number in rows]
+
+
+def _cut_texts(encoder: Encoder, texts: Sequence[str]) -> list[tuple[Ids, int]]:
+    """The ids of each text, cut by the tokenizer, which keeps the special tokens that close a text;
+    and the tokens that it loses."""
     tokenizer, most = load_tokenizer(encoder.tokenizer), encoder.longest
     assert most is not None
     whole = tokenizer.ids(texts, special=True)
-    # Cut by the tokenizer, which keeps the special tokens that close the text
     encoded = [
         ids if len(ids) <= most else tokenizer.ids([text], special=True, longest=most)[0]
         for text, ids in zip(texts, whole, strict=True)
     ]
     lost = [max(0, len(ids) - most) for ids in whole]
-    rows = zip(encoded, categories, lost, strict=True)
-    return [Document(ids, class_number=number, cut_tokens=cut) for ids, number, cut in rows]
+    return list(zip(encoded, lost, strict=True))
+
+
+def _encode_retrieval(encoder: Encoder, batch: list[RetrievalRow]) -> Iterator[Document]:
+    """The texts of a row one after the other. See `RetrievalRow.labels`."""
+    texts = iter(_cut_texts(encoder, [text for row in batch for text in row.texts]))
+    for row in batch:
+        of_row = list(itertools.islice(texts, len(row.texts)))
+        lengths = [len(ids) for ids, _ in of_row]
+        labels, weights = row.labels(lengths)
+        ids = np.concatenate([ids for ids, _ in of_row])
+        yield Document(ids, labels, weights=weights, cut_tokens=sum(cut for _, cut in of_row))
+
+
+def _encode_pairs(encoder: Encoder, batch: list[RetrievalRow]) -> Iterator[Document]:
+    """The query of a row with each of its documents, one pair after the other: in the tokenizer's form
+    for two texts, or by the template of data.pair_template. See `RetrievalRow.labels`."""
+    tokenizer, most = load_tokenizer(encoder.tokenizer), encoder.longest
+    assert most is not None
+    given = encoder.settings.get("pair_template")
+    if given is None and tokenizer.separates_pairs:
+        rows = [RetrievalRow(row.texts[1:], row.roles[1:], row.scores) for row in batch]
+        texts = tokenizer.pairs(
+            [(row.texts[0], text) for row in batch for text in row.texts[1:]], longest=most
+        )
+        whole = [(ids, 0) for ids in texts]
+    else:
+        made = [row.pairs(pair_template(given)) for row in batch]
+        rows = [row for _, row in made]
+        parts = [part for each, _ in made for part in each]
+        begins = tokenizer.ids([first for first, _ in parts])
+        ends = tokenizer.ids([last for _, last in parts])
+        begin = np.array(tokenizer.begin, np.int32)
+        whole = []
+        for first, last in zip(begins, ends, strict=True):
+            room = max(1, most - len(begin) - len(last))
+            whole.append((np.concatenate([begin, first[:room], last]), max(0, len(first) - room)))
+    cut_texts = iter(whole)
+    for row in rows:
+        of_row = list(itertools.islice(cut_texts, len(row.roles)))
+        labels, weights = row.labels([len(ids) for ids, _ in of_row])
+        ids = np.concatenate([ids for ids, _ in of_row])
+        yield Document(ids, labels, weights=weights, cut_tokens=sum(cut for _, cut in of_row))
 
 
 @dataclass(frozen=True)
@@ -616,6 +684,8 @@ _KINDS: dict[schema.DataKind, _Kind] = {
     "tokens": _Kind(_read_tokens, lambda encoder, batch: batch),
     "chat": _Kind(read_chat, encode, render),
     "classification": _Kind(_read_classification, _encode_classification),
+    "retrieval": _Kind(read_retrieval, _encode_retrieval),
+    "reranking": _Kind(read_retrieval, _encode_pairs),
 }
 _PROMPTED = _Kind(_read_prompted, _encode_prompted, _render_prompted)
 """Of all kinds with a prompt and answers."""

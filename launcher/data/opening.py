@@ -135,7 +135,7 @@ def _refuse_overlong(
     modalities: tuple[Modality, ...],
 ) -> None:
     """Raises RecipeError if a row is longer than a sequence."""
-    sizes = text_lengths(store, 2 if data.batch_unit == "pairs" else 1)
+    sizes = text_lengths(store, data.batch_unit)
     longer = np.flatnonzero(sizes > data.sequence_length)
     if not len(longer):
         return

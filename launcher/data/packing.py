@@ -252,11 +252,19 @@ def _before_cut_attachments(pieces: Sequences, first: Integers, end: Integers) -
     return replace(pieces, lengths=lengths, cut_tokens=pieces.cut_tokens + more)
 
 
-def text_lengths(store: TokenStore, texts: int) -> Integers:
-    """Tokens of each document; with two `texts`, of a pair's longer answer with its
-    prompt."""
+def text_lengths(store: TokenStore, unit: str) -> Integers:
+    """Tokens of each document; of pairs, of the longer answer with its prompt; of queries, of their
+    longest text. unit: `Data.batch_unit`."""
     lengths: Integers = np.diff(store.offsets)
-    if texts == 1:
+    if unit == "queries":
+        ends = np.flatnonzero(np.asarray(store.targets) != IGNORED) + 1
+        texts = np.diff(ends, prepend=0)
+        begins = np.searchsorted(ends, store.offsets[:-1], side="right")
+        # A row that cannot be used has no text
+        longest: Integers = np.zeros(len(lengths), dtype=np.int64)
+        longest[lengths > 0] = np.maximum.reduceat(texts, begins[lengths > 0]) if len(texts) else 0
+        return longest
+    if unit != "pairs":
         return lengths
     assert store.first_lengths is not None
     longer: Integers = np.maximum(store.first_lengths, lengths - store.first_lengths)

@@ -380,7 +380,8 @@ def tokenizer_to_keep(
         tokenizer.eos_token = end
         logger.info(f"tokenizer_config.json, eos_token: {end}, which training teaches")
     modalities = attachments_of(attachments, model).modalities
-    return KeptTokenizer(name, tokenizer, source, template, end, modalities)
+    right = model.task in ("embedding", "reranker")
+    return KeptTokenizer(name, tokenizer, source, template, end, modalities, pads_right=right)
 
 
 def _ends_of_source(section: schema.Model) -> set[int]:

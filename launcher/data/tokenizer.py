@@ -109,6 +109,7 @@ class ByteTokenizer:
 
     begin: list[int] = []  # noqa: RUF012
     end = 256
+    separates_pairs = False
 
     def ids(
         self, texts: Sequence[str], *, special: bool = False, longest: int | None = None
@@ -116,6 +117,10 @@ class ByteTokenizer:
         """Each text's ids, cut to `longest` tokens."""
         encoded = (np.frombuffer(text.encode(), dtype=np.uint8) for text in texts)
         return [ids[:longest].astype(np.int32) for ids in encoded]
+
+    def pairs(self, pairs: Sequence[tuple[str, str]], *, longest: int) -> list[Ids]:
+        """See `HuggingFaceTokenizer`."""
+        raise TypeError("there is no token between two texts")
 
     def joined(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[Ids, int]]:
         """Each pair of texts as one, and the index of the second one's first token."""
@@ -152,6 +157,25 @@ class HuggingFaceTokenizer:
         tokens to which it cuts a text."""
         options: dict[str, Any] = {} if longest is None else {"max_length": longest}
         encoded = self._encode(texts, special=special, truncation=longest is not None, **options)
+        return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
+
+    @property
+    def separates_pairs(self) -> bool:
+        """Whether it has a form for two texts, with a token between them."""
+        count = self.tokenizer.num_special_tokens_to_add
+        return bool(count(pair=True) > count(pair=False))
+
+    def pairs(self, pairs: Sequence[tuple[str, str]], *, longest: int) -> list[Ids]:
+        """The ids of each pair of texts in this form. The longer one is cut first."""
+        both = [list(texts) for texts in zip(*pairs, strict=True)] if pairs else [[], []]
+        encoded = self.tokenizer(
+            *both,
+            truncation=True,
+            max_length=longest,
+            verbose=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
         return [np.array(ids, dtype=np.int32) for ids in encoded["input_ids"]]
 
     def joined(self, pairs: Sequence[tuple[str, str]]) -> list[tuple[Ids, int]]:

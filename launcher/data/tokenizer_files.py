@@ -68,6 +68,9 @@ class KeptTokenizer:
     other programs do not know as an end. `tokenizer` has it, too."""
     modalities: tuple[Modality, ...] = ()
     """Of the attachments whose processors are beside it."""
+    pads_right: bool = False
+    """Whether other programs must add padding on the right, as the run did: positions that are learned
+    count from the left end of a row."""
 
     def save(self, folder: Path) -> None:
         """Writes the tokenizer's files into an existing folder, which has the model's files.
@@ -86,6 +89,8 @@ class KeptTokenizer:
                 _set_template(folder, self.chat_template)
         for name in (CONFIG, "special_tokens_map.json"):
             _edit(folder / name, self._set_end)
+        if self.pads_right:
+            _edit(folder / CONFIG, lambda config: config.update(padding_side="right"))
         _edit(folder / CONFIG, lambda config: self._make_readable(config, folder, source))
         self._keep_ids(folder)
         for modality in self.modalities:

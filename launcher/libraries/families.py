@@ -135,6 +135,47 @@ MASK_WITHOUT_DOCUMENTS = {
 }
 """Types whose packed documents cannot be kept apart: for a state, for attention that selects tokens,
 or for masks that do not tell documents apart (these were tried)."""
+ENCODERS = {
+    "albert",
+    "bert",
+    "big_bird",
+    "camembert",
+    "convbert",
+    "data2vec-text",
+    "deberta",
+    "deberta-v2",
+    "distilbert",
+    "electra",
+    "ernie",
+    "eurobert",
+    "flaubert",
+    "fnet",
+    "gte",
+    "ibert",
+    "jina_embeddings_v3",
+    "longformer",
+    "megatron-bert",
+    "mobilebert",
+    "modernbert",
+    "mpnet",
+    "mra",
+    "nomic_bert",
+    "nystromformer",
+    "rembert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "roformer",
+    "squeezebert",
+    "ultrabert",
+    "xlm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+    "yoso",
+}
+"""Types of text models whose tokens see the ones after them: those with a masked language model in
+transformers 5.23."""
 WITHOUT_POSITIONS = ("afmoe", "gpt_oss", "granitemoehybrid")
 """Types of text models that do not show `position_ids` to the masks that they make, so that these
 do not keep documents apart."""

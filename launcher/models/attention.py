@@ -679,6 +679,25 @@ def _repeat_heads(query: torch.Tensor, *others: torch.Tensor) -> list[torch.Tens
 
 
 @torch.no_grad()
+def check_both_ways(
+    model: nn.Module,
+    *,
+    name: str,
+    vocabulary: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Raises RecipeError if the first token of a row does not see the last one, though the config says
+    so (is_causal: false): layers may not read the config. Every rank must call this."""
+    row = torch.randint(vocabulary, (1, 8), generator=torch.Generator().manual_seed(0))
+    other = row.clone()
+    other[0, -1] = (row[0, -1] + 1) % vocabulary
+    found = [logits(model, {"input_ids": ids.to(device)})[0, 0].float() for ids in (row, other)]
+    if torch.equal(*found):
+        what = f"{name} has layers whose tokens do not see those after them"
+        raise RecipeError(f"model.bidirectional: {what}; set it to false")
+
+
 def check_isolation(
     model: nn.Module,
     *,

@@ -100,6 +100,8 @@ def auto_class(config: PreTrainedConfig, task: str) -> Any:
     """The class of transformers that makes models of this config for a task."""
     import transformers
 
+    if task == "embedding":
+        return transformers.AutoModel
     kind = {"causal_lm": "CausalLM", "masked_lm": "MaskedLM"}.get(task, "SequenceClassification")
     if task == "causal_lm" and has_other_inputs(config):
         kind = "ImageTextToText"
@@ -137,8 +139,12 @@ def make_config(
         )
         if model.config:
             config = changed_config(config, folder, model.config)
+    if model.bidirectional:
+        config.is_causal = False
+        if hasattr(config, "use_bidirectional_attention"):  # Gemma
+            config.use_bidirectional_attention = True
     if model.classifies:
-        count = 1 if model.task == "reward" else model.num_labels
+        count = 1 if model.task in ("reward", "reranker") else model.num_labels
         if labels is None and count is not None:
             labels = [f"LABEL_{index}" for index in range(count)]
         if labels is not None:

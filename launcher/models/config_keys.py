@@ -25,6 +25,8 @@ def check_config_keys(loaded: LoadedRecipe) -> None:
         raise loaded.refuse(("model", "config", "model_type"), what)
     task = "sequence_classification" if model.classifies else model.task
     mappings = [f"MODEL_FOR_{task.upper()}_MAPPING_NAMES"]
+    if task == "embedding":
+        mappings = ["MODEL_MAPPING_NAMES"]
     if task == "causal_lm":  # some of these are refused when the model is built, with the reason
         mappings.append("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
     if not any(model_type in getattr(modeling_auto, mapping) for mapping in mappings):

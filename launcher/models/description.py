@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -211,6 +212,19 @@ def is_classifier(model: nn.Module) -> bool:
     )
 
     return type(model).__name__ in CLASSIFIERS.values()
+
+
+def has_no_head(model: nn.Module) -> bool:
+    """Whether the model is one of transformers that returns hidden states."""
+    return is_class_without_head(type(model).__name__)
+
+
+def is_class_without_head(name: str) -> bool:
+    """Whether a class of transformers with this name makes hidden states."""
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    found: Iterable[str | tuple[str, ...]] = MODEL_MAPPING_NAMES.values()
+    return any(name == each or (not isinstance(each, str) and name in each) for each in found)
 
 
 def padding_id(model: nn.Module) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -37,6 +37,7 @@ from launcher.models.safetensors_files import ADAPTER_CONFIG, write_tensors
 from launcher.models.tensor_names import export_conversions
 from launcher.models.ties import config_untied
 from launcher.sources.hub import CHAT_TEMPLATE, NAMED_TEMPLATES, copy_files
+from launcher.sources.sentence_transformers import MODULES, NORMALIZE, POOLING, SCORE
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -75,6 +76,10 @@ WRITTEN = (
     LABELS,
     "*.tiktoken",
     "tekken.json",
+    MODULES,
+    POOLING,
+    NORMALIZE,
+    SCORE,
 )
 """Files that exports write. One that the next export does not write would change the model."""
 
@@ -98,13 +103,14 @@ def export_hugging_face(
     source: ModelCheckpoint | None = None,
     export_base: str = "original",
     tokenizer: Tokenizer | None = None,
+    files: Mapping[str, object] | None = None,
 ) -> None:
     """Writes `folder` for `from_pretrained` of transformers, or of peft if the model has adapters.
     It is written as a scratch folder, and renamed when it is complete.
 
     Every rank must call it: the ranks all-gather one tensor at a time, and rank 0 writes it.
     sends: whether this rank passes what its stage of a pipeline has to rank 0.
-    dtype, source: see `write_weights`. `merged` writes the whole model, adapters added in.
+    dtype, source: see `write_weights`. files: see `write_files`. `merged` writes the whole model, adapters added in.
     Frozen weights that the run holds with less precision than the source are read from it; those
     in NF4 only if `export_base` is original, and those that lora.init changed never.
     """
@@ -152,6 +158,20 @@ def export_hugging_face(
         write_weights(whole, scratch, read, dtype=dtype, merged=merged, source=source)
         if tokenizer is not None:
             tokenizer.save(scratch)
+        write_files(scratch, files or {})
+
+
+class Text(str):
+    """A value that `write_files` writes as it is."""
+
+
+def write_files(folder: Path, files: Mapping[str, object]) -> None:
+    """Writes values as JSON to files of a folder, by their paths in it."""
+    for name, value in files.items():
+        file = folder / name
+        file.parent.mkdir(exist_ok=True)
+        text = value if isinstance(value, Text) else json.dumps(value, indent=2) + "\n"
+        file.write_text(text, encoding="utf-8")
 
 
 def write_weights(

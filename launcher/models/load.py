@@ -26,7 +26,7 @@ from launcher.models.adapted import adapted_weights
 from launcher.models.build import checkpoint_folder, freeze, is_pretrained
 from launcher.models.constructors import constructed_buffers
 from launcher.models.dequantized import dequantized, without_quantization
-from launcher.models.description import is_classifier, text_config
+from launcher.models.description import has_no_head, is_classifier, text_config
 from launcher.models.initialization import initialize, materialize, random_weights
 from launcher.models.names import named_tensors
 from launcher.models.new_rows import vocabulary_names
@@ -212,7 +212,9 @@ def _missing(model: PreTrainedModel, missing: Iterable[str], notes: list[str]) -
     """Returns problems; a classifier's new head may be missing and becomes a note."""
     base, problems, heads = f"{model.base_model_prefix}.", [], []
     for name in sorted(missing):
-        if is_classifier(model) and (not name.startswith(base) or ".pooler." in name):
+        pools = ".pooler." in name or name.startswith("pooler.")
+        outside = is_classifier(model) and not name.startswith(base)
+        if outside or (pools and (is_classifier(model) or has_no_head(model))):
             heads.append(name)
         elif not _matches(name, may_be_missing(model)):
             problems.append(f"{name}: missing in the checkpoint")
@@ -238,7 +240,10 @@ def _unexpected(
             continue
         child = name.split(".")[0]
         pools = "pooler." in name and getattr(base, "pooler", None) is None
-        if not pools and (base is None or child == prefix or hasattr(base, child)):
+        belongs = base is None or child == prefix or hasattr(base, child)
+        if has_no_head(model):
+            belongs = child == prefix or hasattr(model, child)
+        if not pools and belongs:
             problems.append(f"{name}: in the checkpoint, but not in the model")
         else:
             heads.append(name)

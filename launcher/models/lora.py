@@ -20,7 +20,13 @@ from launcher.models.adapted import (
     scale_of,
     set_init,
 )
-from launcher.models.description import describe, embeddings, is_classifier, parts_without_text
+from launcher.models.description import (
+    describe,
+    embeddings,
+    has_no_head,
+    is_classifier,
+    parts_without_text,
+)
 from launcher.models.dora import Dora
 from launcher.models.grouped_experts import add_factors, expert_weights
 from launcher.models.names import clean_name
@@ -83,7 +89,7 @@ def add_adapters(
         use_dora=lora.dora,
         target_modules=targets,
         bias="none",
-        task_type="SEQ_CLS" if is_classifier(model) else "CAUSAL_LM",
+        task_type=_task_type(model),
         base_model_name_or_path=base,
         revision=revision,
         fan_in_fan_out=any(map(is_transposed, layers.values())),
@@ -377,6 +383,13 @@ def _taken_by_experts(model: nn.Module, layers: Iterable[str]) -> set[str]:
     config = LoraConfig(target_modules=names)
     convert_peft_config_for_transformers(config, model, None)
     return {*names}.difference(config.target_modules or ())
+
+
+def _task_type(model: nn.Module) -> str:
+    """peft's name for what the model does."""
+    if has_no_head(model):
+        return "FEATURE_EXTRACTION"
+    return "SEQ_CLS" if is_classifier(model) else "CAUSAL_LM"
 
 
 def _saved_modules(model: nn.Module, lora: Lora) -> list[str]:

@@ -36,7 +36,7 @@ def cross_entropies(
         return Predicted(value.sum() if reduction == "sum" else value[:, 0], outputs)
     targets, outputs = micro_batch.targets, _with_logits(model, micro_batch.inputs)
     assert targets is not None
-    logits = _logits_of(outputs)
+    logits = logits_of(outputs)
     losses = nn.functional.cross_entropy(
         logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction=reduction
     )
@@ -76,7 +76,7 @@ def _logits(model: nn.Module, inputs: Mapping[str, Any], at: torch.Tensor | None
         return Predicted(asked.view(*rows, -1) if at is None else asked, outputs)
     if at is None:
         outputs = _with_logits(model, inputs)
-        return Predicted(_logits_of(outputs), outputs)
+        return Predicted(logits_of(outputs), outputs)
     width = inputs["input_ids"].shape[1]
     rows, columns = at // width, at % width
     if "logits_to_keep" in inspect.signature(type(model).forward).parameters:
@@ -84,11 +84,15 @@ def _logits(model: nn.Module, inputs: Mapping[str, Any], at: torch.Tensor | None
         columns = torch.arange(len(at), device=at.device)
     else:
         outputs = _with_logits(model, inputs)
-    return Predicted(_logits_of(outputs)[rows, columns], outputs)
+    return Predicted(logits_of(outputs)[rows, columns], outputs)
 
 
-def _logits_of(outputs: Any) -> torch.Tensor:
-    logits: torch.Tensor = outputs if isinstance(outputs, torch.Tensor) else outputs.logits
+def logits_of(outputs: Any) -> torch.Tensor:
+    """The logits; of a model without a head its last hidden states."""
+    logits: torch.Tensor = outputs
+    if not isinstance(outputs, torch.Tensor):
+        found = getattr(outputs, "logits", None)
+        logits = outputs.last_hidden_state if found is None else found
     return logits
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from launcher.models.head import Head
     from launcher.models.pipeline import StagedModel
     from launcher.models.router_balance import RouterBalance
+    from launcher.models.sample_dropout import SampleDropout
     from launcher.models.towers import Towers
 
 
@@ -53,6 +54,8 @@ class ModelRecord:
     """The balance loss of its experts over global batches; None: it has none, or that of micro-batches."""
     expert_load: ExpertLoad | None = None
     """How often its experts are chosen; None: it has none that transformers' interface computes."""
+    sample_dropout: SampleDropout | None = None
+    """Dropout that does not depend on the micro-batch of a text; None: it is torch's."""
     stages: StagedModel | None = None
     """This rank's stages of a pipeline."""
 

@@ -155,8 +155,11 @@ class Pairs(Objective):
     `store.first_lengths` says, and then the rejected one after the same prompt. A sample is a pair."""
 
     unit: ClassVar[str] = "pairs"
-    texts: ClassVar[int] = 2
     loss_unit: ClassVar[str] = "pairs"
+
+    def text_length(self, row_length: int) -> int:
+        """A row has room for both answers."""
+        return row_length // 2
 
     def packs(self, data: schema.Data) -> bool:
         """A pair is two documents in a row, also without packing."""

@@ -9,12 +9,13 @@ the objective, and names none.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from launcher.data.collation import Collated, RowInputs, Sample, make_sample
@@ -110,8 +111,6 @@ class Objective(ABC):
 
     unit: ClassVar[str] = "documents"
     """What the rows are: documents, pairs, or answers."""
-    texts: ClassVar[int] = 1
-    """Texts of a document, each of up to data.sequence_length tokens: 2 for pairs."""
     metrics: ClassVar[tuple[str, ...]] = ()
     """Names of the sums that `loss` returns beside the loss. Their means are logged."""
     draws: ClassVar[bool] = False
@@ -232,6 +231,10 @@ class Objective(ABC):
         """A micro-batch of samples."""
         return inputs.collate(rows)
 
+    def text_length(self, row_length: int) -> int:
+        """Most tokens of a text (data.sequence_length), from those of a row of the model."""
+        return row_length
+
     def sources(self, of: list[Integers]) -> torch.Tensor:
         """The numbers of the sources of a micro-batch's losses, from those of the samples of its
         rows: for losses of tokens one for each row, where any will do for an empty one."""
@@ -285,6 +288,19 @@ class Objective(ABC):
         `metrics` and, for a mixture, by the sums of `by_source` (`loss.py`). A float32 scalar if
         there is only the loss, else a vector."""
 
+    def prepare_step(
+        self,
+        wrapped: WrappedModel,
+        micro_batches: Sequence[MicroBatch],
+        step: int,
+        *,
+        ranks: RankLayout,
+        heartbeat: Callable[[str], None] = lambda phase: None,
+    ) -> Sequence[MicroBatch]:
+        """The micro-batches of a step with what their losses need of one another, and of those of other
+        ranks. Every rank calls it before the first forward pass of the step. step: its number, from 1."""
+        return micro_batches
+
     def shown(self, means: Mapping[str, float]) -> Mapping[str, float | None]:
         """What is logged, from the means of `metrics` over the losses of a step or of an
         evaluation. None: not known."""
@@ -294,14 +310,23 @@ class Objective(ABC):
 
     def evaluate(
         self, model: nn.Module, micro_batch: MicroBatch, count: int
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The summed loss of a micro-batch with this number of losses, and what `scores` takes, to
-        be summed over micro-batches and ranks, float64; None: there are no scores."""
+    ) -> tuple[torch.Tensor, Any]:
+        """The summed loss of a micro-batch with this number of losses, and what `finish_evaluation`
+        takes, to be added up over micro-batches; None: there are no scores. By default that is what
+        `scores` takes, to be summed over ranks, too: a tensor, float64."""
         summed = self.loss(model, micro_batch)
         if not self.metrics:
             return summed if summed.ndim == 0 else summed[0], None
         sums = summed[1 : 1 + len(self.metrics)]
         return summed[0], torch.cat([sums, sums.new_full((1,), count)]).double()
+
+    def finish_evaluation(self, found: Any, ranks: RankLayout) -> tuple[torch.Tensor, MetricValues]:
+        """What this rank's loss has beside the sums of `evaluate`, and the scores. Every rank calls it
+        with what it has added up."""
+        if not ranks.counts:
+            found.zero_()
+        dist.all_reduce(found, group=ranks.group)
+        return torch.zeros((), device=ranks.device), self.scores(found)
 
     def scores(self, sums: torch.Tensor) -> MetricValues:
         """The scores of an evaluation."""
@@ -351,6 +376,12 @@ class Objective(ABC):
     def with_example(self, about: Example) -> tuple[Objective, Collated]:
         """An objective that computes the loss of the micro-batch, and `example`."""
         return self, self.example(about)
+
+    # The export
+
+    def export_files(self, model: PreTrainedModel) -> Mapping[str, object]:
+        """By path: what an export has beside the model and its tokenizer (`write_files`)."""
+        return {}
 
 
 def dataset_objective(dataset: MapData | StreamingDataset) -> Objective:

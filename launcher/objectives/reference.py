@@ -94,7 +94,7 @@ def _key(dataset: SequenceDataset) -> str:
     are held out on their number."""
     held_out = dataset.store.documents - dataset.sequences.documents
     without = f" without {held_out}" if held_out else ""
-    length = f"{dataset.objective.texts}x{dataset.text_length}"
+    length = f"{dataset.length // dataset.text_length}x{dataset.text_length}"
     return f"{dataset.fingerprint['content']}-{length.removeprefix('1x')}{without}"
 
 

@@ -132,7 +132,7 @@ def untokenized(recipe: Recipe) -> int:
 def count_rows(recipe: Recipe, *, build: bool = True) -> Rows:
     """Counts the rows of the training data. build, raises: see `open_stores`."""
     stores = [*open_stores(recipe, build=build)]
-    lengths = np.concatenate([text_lengths(store, _texts(data)) for data, store in stores])
+    lengths = np.concatenate([text_lengths(store, data.batch_unit) for data, store in stores])
     hashes = [store.hashes for _, store in stores if store.hashes is not None]
     known = len(hashes) == len(stores) and len(lengths) > 1
     return Rows(lengths, np.concatenate(hashes) if known else None)
@@ -169,16 +169,12 @@ def rows_here(recipe: Recipe) -> Rows | str:
             )
             rows = list(itertools.islice(encoder.encode_rows(encoder.read(parts)), LOOKED_AT))
             read += sum(encoded.row.size for encoded in rows)
-            lengths.append(text_lengths(store_rows(rows), _texts(data)))
+            lengths.append(text_lengths(store_rows(rows), data.batch_unit))
         return Rows(np.concatenate(lengths), scale=max(1.0, size / max(1, read)))
     except (RecipeError, OSError) as error:
         return f"the data or its tokenizer is not here, or cannot be read ({first_line(error)})"
     finally:
         logging.disable(before)
-
-
-def _texts(data: schema.Data) -> int:
-    return 2 if data.batch_unit == "pairs" else 1
 
 
 def choose_sizes(recipe: Recipe, facts: Facts) -> tuple[Recipe, Choices]:

@@ -32,6 +32,7 @@ from launcher.optimizers.muon import STEPS
 from launcher.planner.machine import ADAMW_BYTES, DISK, Machine
 from launcher.planner.profile import ModelProfile, profile_model
 from launcher.planner.work import BlockCost, Work
+from launcher.recipe.objectives import objective_of
 from launcher.recipe.schema import Lora, Recipe
 from launcher.strategies.base import offloads_parameters
 
@@ -135,6 +136,7 @@ def estimate_time(work: Work, machine: Machine) -> StepTime:
     if work.pipeline:
         return _time_of_pipeline(work, machine)
     forward, backward, again = (work.micro_batches * t for t in _compute(work, machine))
+    forward *= objective_of(work.recipe).passes
     network_forward, network_backward = _network(work, machine)
     copies_forward, copies_backward, waits, optimizer = _transfers(work, machine)
     hiding = backward + again

@@ -14,7 +14,7 @@ from typing import Any
 from launcher.distributed.hardware import computes_in_bfloat16
 from launcher.distributed.rank_layout import EXPERT, TENSOR
 from launcher.recipe.decode import KeyPath, Problem, keys, plain_value, value_of
-from launcher.recipe.model_config import why_not_packed
+from launcher.recipe.model_config import attends_both_ways, why_not_packed
 from launcher.recipe.rules import excluded_by
 from launcher.recipe.schema import Recipe
 from launcher.recipe.section import AutoFloat, AutoInt
@@ -86,8 +86,16 @@ def decide_packing(
         why = "a model of model.builder gets a document in each row"
     elif task == "causal_lm":
         why = why_not_packed(_model_config(model, hub=hub))
+    elif task == "embedding":
+        config = _model_config(model, hub=hub)
+        changes = model.get("config")
+        config = {**config, **(changes if isinstance(changes, dict) else {})}
+        both = model.get("bidirectional") is True or attends_both_ways(config)
+        why = "attention of the model goes to both sides" if both else why_not_packed(config)
     elif task == "masked_lm":
         why = "attention of model.task: masked_lm goes to both sides"
+    elif task == "reranker":
+        why = "a classifier gets a text in each row"
     if why is not None and given == "auto":
         data["packing"] = False
         derived["data", "packing"] = Derived(False, f"because {why}")

@@ -56,6 +56,19 @@ def why_not_packed(config: Mapping[str, object]) -> str | None:
     return None
 
 
+def attends_both_ways(config: Mapping[str, object]) -> bool:
+    """Whether tokens of a model without a head see the ones after them: of encoders, and of decoders
+    whose config says so."""
+    text = of_text(config)[1]
+    both = text.get("is_causal") is False or text.get("use_bidirectional_attention") in (
+        True,
+        "all",
+    )
+    return both or (
+        text.get("model_type") in families.ENCODERS and text.get("is_decoder") is not True
+    )
+
+
 def config_problems(config: Mapping[str, object]) -> Found:
     """Yields the path of each wrong key of `model.config` and what is wrong with it."""
     if not isinstance(model_type := config.get("model_type"), str):

@@ -31,6 +31,8 @@ class ObjectiveRules:
     """`key=value` of the section, for the error if the section is missing. Empty: it may be missing."""
     scores: tuple[str, ...] = ()
     """Metrics of an evaluation beside its loss, for checkpoint.keep_best."""
+    passes: int = 1
+    """Forward passes of a micro-batch in a step: 2 if its loss needs those of the others first."""
     no_row_losses: str | None = None
     """Why `launcher rows --loss` cannot show the loss of a row; None: it can."""
 
@@ -38,6 +40,7 @@ class ObjectiveRules:
 _PAIRS = (
     "kind preference: the loss of a pair is not that of its tokens; see rewards/* in metrics.jsonl"
 )
+_OF_BATCH = "the loss of a query is one of the whole global batch"
 OBJECTIVES = (
     ObjectiveRules(
         "next_token:NextToken",
@@ -79,13 +82,33 @@ OBJECTIVES = (
         no_row_losses=_PAIRS,
     ),
     ObjectiveRules(
+        "embedding:EmbeddingObjective",
+        task="embedding",
+        kinds=("retrieval",),
+        section="embedding",
+        scores=("recall@1", "recall@10", "mrr@10", "ndcg@10", "spearman"),
+        passes=2,
+        no_row_losses=f"model.task embedding: {_OF_BATCH}",
+    ),
+    *(
+        ObjectiveRules(
+            "reranker:RerankerObjective",
+            task=task,
+            kinds=("reranking",),
+            section="reranker",
+            scores=("accuracy", "mrr@10", "ndcg@10"),
+            no_row_losses="kind reranking: the loss is one of a whole document",
+        )
+        for task in ("reranker", "causal_lm")
+    ),
+    ObjectiveRules(
         "distillation:Distillation",
         section="distillation",
     ),
 )
 CUSTOM = ObjectiveRules("custom:Custom")
 """data.builder: the loss of the user's data."""
-SECTIONS = tuple(rules.section for rules in OBJECTIVES if rules.section)
+SECTIONS = tuple(dict.fromkeys(rules.section for rules in OBJECTIVES if rules.section))
 """The sections of a recipe with the settings of an objective."""
 
 

@@ -91,7 +91,9 @@ _TENSOR = "strategy.tensor_parallel_size"
 _PIPELINE = "strategy.pipeline_parallel_size"
 _TEMPLATED = _kinds(lambda kind: kind.templated)
 _OF_TOKENS = " ".join(TOKEN_KINDS)
-_NOT_MASKED = "causal_lm sequence_classification reward"
+_NOT_MASKED = "causal_lm sequence_classification reward embedding reranker"
+_RETRIEVAL = _kinds(lambda kind: kind.loss_on == "texts")
+_NOT_RETRIEVAL = "causal_lm sequence_classification reward masked_lm"
 _SAVES = "checkpoint.every_steps checkpoint.every_epochs"
 _EVALUATES = "data.validation data.validation_split"
 NEEDS: tuple[Needs, ...] = (
@@ -166,6 +168,21 @@ NEEDS: tuple[Needs, ...] = (
     Needs("objective preference kto distillation", "data.builder", False),
     Needs("preference kto distillation", "model.builder", False),
     Needs("objective", "distillation", False),
+    Needs("embedding model.bidirectional", "model.task", "embedding"),
+    Needs("data.documents data.query_prompt data.document_prompt", "data.kind", _RETRIEVAL),
+    Needs("reranker data.pair_template", "data.kind", "reranking"),
+    Needs("reranker", "model.task", "reranker causal_lm"),
+    Needs("reranker.answers", "model.task", "causal_lm"),
+    Needs("reranker", "preference kto distillation objective", False),
+    Needs("data.document_prompt", "data.kind", "retrieval"),
+    Needs("data.streaming data.builder model.builder", "reranker", False),
+    Needs("embedding.triplet_margin", "embedding.loss", "triplet"),
+    Needs("embedding.false_negative_margin", "embedding.loss", "infonce"),
+    Needs("embedding.temperature", "embedding.loss", "infonce cosent kl"),
+    Needs("data.streaming data.builder model.builder", "model.task", _NOT_RETRIEVAL),
+    Needs(
+        "model.neftune_noise_alpha model.router_balance=micro_batch", "model.task", _NOT_RETRIEVAL
+    ),
     Needs("kto", "preference distillation objective", False),
     Needs("lora.dropout", "preference kto", False),
     Needs("preference.label_smoothing", "preference.loss", "robust"),
@@ -608,13 +625,16 @@ def _overlong(recipe: Recipe) -> Found:
         if loss_on == "whole answers" and section.overlong == "cut":
             what = f"not for kind {kind}, whose answers must be whole; use drop"
             yield (*path, "overlong"), "not-for-kind", what
-        if loss_on == "class" and section.overlong in ("drop", "error"):
+        if KINDS[kind].is_cut_by_tokenizer and section.overlong in ("drop", "error"):
             yield (*path, "overlong"), "not-for-kind", f"not for kind {kind}, whose texts are cut"
 
 
 def _packed_lengths(recipe: Recipe) -> Found:
     tokens, data = recipe.batch.micro_batch_tokens, recipe.data
     packed = data.packing and KINDS[data.kind].loss_on != "class"
+    if tokens is not None and data.batch_unit == "queries" and not data.packing:
+        what = "needs data.packing=true for kind retrieval, whose rows are texts of several queries"
+        yield "batch.micro_batch_tokens", "needs-data.packing", what
     for key, given in (
         ("batch.micro_batch_tokens", tokens is not None and not data.joins_rows),
         ("data.similar_lengths", data.similar_lengths),
@@ -630,6 +650,8 @@ def _micro_batch_tokens(recipe: Recipe) -> Found:
         what = f"a sequence of {data.sequence_length} tokens (data.sequence_length)"
         if data.batch_unit == "pairs":
             what = f"a pair of {data.row_length} tokens (twice data.sequence_length)"
+        elif data.batch_unit == "queries":
+            what = f"a query with {data.documents} documents (data.documents), {data.row_length} tokens"
         yield "batch.micro_batch_tokens", "too-small", f"{tokens} does not hold {what}"
 
 

@@ -109,10 +109,17 @@ class Model(Section):
     """Or a function of yours, `package.module:function`, that returns a torch.nn.Module."""
     arguments: dict[str, Any] | None = None
     """Keyword arguments of the builder; `${oc.env:NAME}` for a secret, as in data.arguments."""
-    task: Literal["causal_lm", "sequence_classification", "reward", "masked_lm"] = "causal_lm"
+    task: Literal[
+        "causal_lm", "sequence_classification", "reward", "masked_lm", "embedding", "reranker"
+    ] = "causal_lm"
     """Class in transformers: AutoModelForCausalLM, AutoModelForSequenceClassification or
     AutoModelForMaskedLM, for data.kind text or tokens; reward: a classifier with one label, which
-    scores answers, for data.kind preference."""
+    scores answers, for data.kind preference. embedding: AutoModel, whose hidden states become a
+    vector for each text, for data.kind retrieval; reranker: a classifier with one label, which
+    scores a document for a query."""
+    bidirectional: StrictBool = False
+    """For task embedding: tokens of a decoder also see those after them (BehnamGhader et al., LLM2Vec,
+    2024). The export has it as is_causal: false in its config."""
     num_labels: Annotated[PositiveInt, Field(ge=2)] | None = None
     """Classes, for task sequence_classification; null: those of data.labels, else of the config."""
     trust_remote_code: StrictBool = False
@@ -159,7 +166,7 @@ class Model(Section):
     @property
     def classifies(self) -> bool:
         """Whether the class in transformers is AutoModelForSequenceClassification."""
-        return self.task in ("sequence_classification", "reward")
+        return self.task in ("sequence_classification", "reward", "reranker")
 
     @property
     def compiles(self) -> bool:
@@ -210,6 +217,10 @@ class Source(Section):
     """null: data.prompt_format."""
     overlong: Literal["cut", "drop", "error"] | None = None
     """null: data.overlong."""
+    query_prompt: str | None = None
+    """null: data.query_prompt."""
+    document_prompt: str | None = None
+    """null: data.document_prompt."""
 
     def given(self) -> dict[str, Any]:
         """The keys that replace those of data."""
@@ -226,7 +237,8 @@ class Data(Section):
     plan has no data, from the other keys. text: documents, for next-token training. tokens: rows of
     input_ids (and labels). chat: messages, loss on the assistant's turns. instruct: prompt and
     response, loss on the response. classification: text and label. preference: prompt, chosen and
-    rejected. unpaired: prompt, response, and whether the response is good."""
+    rejected. unpaired: prompt, response, and whether the response is good. retrieval: a query, its
+    document and perhaps others, each a text; reranking: the same, with the query in front of each."""
     train: TextList | Annotated[dict[Name, Source], Field(min_length=1)] | None = None
     """Files, globs, folders, or a hub data set id `owner/name` (`owner/name:split`,
     `owner/name/config:split[:1000]`). Or a mixture: {NAME: {files: [...]}, ...}."""
@@ -249,12 +261,13 @@ class Data(Section):
     tokenizer: Text | None = None
     """`bytes`, a folder with a Hugging Face tokenizer, or a hub id; null: the model's own."""
     sequence_length: Annotated[PositiveInt, Field(ge=2), auto(2048)] = 2048
-    """Tokens of a sequence. For kinds preference and unpaired, of a prompt with one answer. auto: as
-    many as the longest row needs, and at most 4,096."""
+    """Tokens of a sequence. For kinds preference and unpaired, of a prompt with one answer. For kind
+    retrieval, of one text, which is cut to them. auto: as many as the longest row needs, and at most
+    4,096."""
     packing: Annotated[StrictBool, auto(True)] = True
     """Fill sequences with several documents, which are kept apart: in attention, positions and
     recurrent layers. For kinds preference and unpaired, the pairs or answers of a step share
-    sequences. auto, the same as not given: true, but false if the model cannot keep documents
+    sequences, and for kind retrieval the texts. auto, the same as not given: true, but false if the model cannot keep documents
     apart, or, with batch.global_batch_size or sequence_length: auto, if a step of so few rows has
     fewer tokens than full sequences; the start then gives the reason. true: an error for such a model."""
     repeat_in_step: StrictBool = False
@@ -315,6 +328,19 @@ class Data(Section):
     message_weights: StrictBool = False
     """Kind chat: a message of the assistant may have a weight, such as `weight: 0.5`, which is that of its
     tokens in the loss. false: a weight is 0 or 1."""
+    documents: Annotated[PositiveInt, Field(le=1000)] = 8
+    """Kinds retrieval and reranking: documents of a row that are used at most, its positive ones first. With packing, a
+    sequence has room for a query with so many documents, of sequence_length tokens each."""
+    query_prompt: str | None = None
+    """Kind retrieval: text in front of each query, such as `query: `; the column `prompt` of a row
+    replaces it. null: that which the model has (config_sentence_transformers.json), or none. Kind
+    reranking: the {instruction} of pair_template."""
+    document_prompt: str | None = None
+    """Kind retrieval: text in front of each document. null: as query_prompt."""
+    pair_template: Text | None = None
+    """Kind reranking: a text with {query}, {document} and perhaps {instruction}, which is computed for each
+    document; qwen3: that of Qwen3-Reranker. null: the tokenizer's own form of two texts, such as BERT's,
+    or else `Query: {query}\\nDocument: {document}`."""
     system_column: Text | None = None
     """Column with the system prompt, for kinds with a conversation or a prompt; null: system,
     system_prompt, ..."""
@@ -347,24 +373,28 @@ class Data(Section):
     ~/.cache/launcher."""
 
     @property
-    def batch_unit(self) -> Literal["pairs", "answers", "sequences"]:
+    def batch_unit(self) -> Literal["pairs", "answers", "queries", "sequences"]:
         """What a batch counts."""
         kind = KINDS[self.kind]
+        if kind.loss_on == "texts":
+            return "queries"
         if kind.loss_on != "whole answers":
             return "sequences"
         return "pairs" if len(kind.answers) == 2 else "answers"
 
     @property
     def joins_rows(self) -> bool:
-        """Whether pairs or answers of a step share the rows of the model. A batch counts them, and
-        not the rows."""
+        """Whether pairs, answers or the texts of queries of a step share the rows of the model. A batch
+        counts them, and not the rows."""
         return self.packing and self.batch_unit != "sequences"
 
     @property
     def row_length(self) -> int:
         """Most tokens of a row of the model: `sequence_length`, or of kind preference twice as many,
-        for both answers of a pair, each with its prompt."""
-        return self.sequence_length * (2 if self.batch_unit == "pairs" else 1)
+        for both answers of a pair, each with its prompt; of kind retrieval, with packing, as many as
+        a query and its documents have."""
+        texts = {"pairs": 2, "queries": 1 + self.documents if self.packing else 1}
+        return self.sequence_length * texts.get(self.batch_unit, 1)
 
     @property
     def drops_overlong(self) -> bool:
@@ -625,6 +655,45 @@ class Kto(Section):
     undesirable_weight: PositiveFloat = 1.0
     """Weight of the losses of other answers. The authors advise weights that, times the numbers of
     such answers, have a ratio of 1 to 4/3."""
+
+
+class Embedding(Section):
+    """Training of vectors of texts (model.task: embedding). Losses and gradients are those of the
+    global batch, whatever the micro-batches and ranks."""
+
+    loss: Literal["infonce", "cosine", "cosent", "triplet", "margin_mse", "kl"] = "infonce"
+    """infonce: cross-entropy of the similarities of a query with all documents of the global batch. For
+    rows with scores: cosine: squared difference of similarity and score; cosent: pairs in the order of
+    their scores. triplet: each negative is to be farther than the positive by triplet_margin. For rows
+    with scores by a teacher: margin_mse: differences of the scores; kl: their distribution."""
+    pooling: Literal["auto", "last", "mean", "first"] = "auto"
+    """What the vector of a text is made of: the hidden state of its last token, of its first, or the
+    mean over its tokens. auto: as the model in model.path says (1_Pooling/config.json), else last, or
+    mean if tokens see those after them."""
+    normalize: StrictBool = True
+    """Divide vectors by their norms, so that similarities are cosines."""
+    temperature: PositiveFloat = 0.05
+    """Divides the similarities, in infonce, cosent and kl."""
+    triplet_margin: PositiveFloat = 0.3
+    """For loss: triplet, with the distance 1 - similarity."""
+    false_negative_margin: Annotated[StrictFloat, Field(ge=0)] | None = None
+    """For loss: infonce: a document that is nearer to the query than its positive one by more than this
+    is not counted as a negative (0.1 in Qwen3-Embedding). null: all others count."""
+    matryoshka: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
+    """Sizes of vectors: the loss is the mean of those of the first so many numbers of each vector, so
+    that a vector can be cut to them. null: of whole vectors only."""
+
+
+class Reranker(Section):
+    """Training of scores of documents for a query (data.kind: reranking): by a classifier with one label
+    (model.task: reranker), or by the next token of a language model (model.task: causal_lm)."""
+
+    loss: Literal["binary", "list"] = "binary"
+    """binary: the cross-entropy of each document being a positive one, or of its score in the data, from 0
+    to 1. list: the cross-entropy of the documents of a query, by the softmax of their scores."""
+    answers: Annotated[tuple[Text, ...], Field(min_length=2, max_length=2)] = ("yes", "no")
+    """For task causal_lm: the tokens that a positive and another document are answered with. A document's
+    score is the difference of their logits."""
 
 
 class Objective(Section):
@@ -926,6 +995,10 @@ class Recipe(Section):
     """The loss on pairs of answers; null: data.kind is not preference, or model.task is reward."""
     kto: Kto | None = None
     """The loss on answers that are good or not; null: data.kind is not unpaired."""
+    embedding: Embedding | None = None
+    """The loss on vectors of texts, for model.task: embedding; null: its defaults."""
+    reranker: Reranker | None = None
+    """The loss on scores of documents, for data.kind: reranking; null: its defaults."""
     distillation: Distillation | None = None
     """Train on the predictions of a teacher; null: on the tokens of the data only."""
     objective: Objective | None = None

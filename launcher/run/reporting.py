@@ -427,7 +427,8 @@ class Reporter:
 def next_commands(path: Path, recipe: Recipe, *, saved: bool, exported: bool) -> list[str]:
     """Commands to paste after a finished run. saved: it has a checkpoint."""
     run, model = shlex.quote(str(path)), recipe.model
-    generates = model.task == "causal_lm" and model.builder is None
+    generates = model.task == "causal_lm" and recipe.data.kind != "reranking"
+    generates = generates and model.builder is None
     commands = [f"report {run}"]
     if generates and recipe.data.builder is None and (saved or exported):
         commands.insert(0, f"chat {run}")

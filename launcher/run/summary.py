@@ -28,6 +28,7 @@ from launcher.models.nf4_layers import describe_nf4
 from launcher.models.record import whole_model
 from launcher.models.recurrent import missing_kernels
 from launcher.models.shards import local_bytes
+from launcher.objectives.base import dataset_objective
 from launcher.optimizers.groups import describe_groups
 from launcher.optimizers.optimizer import warmup_steps
 from launcher.recipe import schema
@@ -149,7 +150,8 @@ def _model(training: Training) -> Iterator[str]:
     precision = recipe.strategy.mixed_precision
     if precision is not None and precision.float8 is not None:
         yield describe_float8(module, blocks.values())
-    sequences = recipe.data.builder is None and not recipe.model.classifies
+    predicts = dataset_objective(training.data.training).predicts_tokens
+    sequences = recipe.data.builder is None and predicts
     if recipe.model.chunked_loss and sequences and not computes_loss(module):
         yield "note: full logits are computed: they are not the output of a single linear layer"
     if (unused := parts_without_text(module)) and not recipe.attachments:

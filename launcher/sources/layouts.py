@@ -27,6 +27,8 @@ DataKind = Literal[
     "classification",
     "preference",
     "unpaired",
+    "retrieval",
+    "reranking",
 ]
 
 
@@ -34,9 +36,9 @@ DataKind = Literal[
 class RowKind:
     """What the rows of a kind are, for all code that treats kinds differently."""
 
-    loss_on: Literal["tokens", "answers", "whole answers", "class"]
+    loss_on: Literal["tokens", "answers", "whole answers", "class", "texts"]
     """What carries loss: all tokens of the row; the tokens of its answers; its answers as wholes,
-    which are not cut; or the class of the row."""
+    which are not cut; the class of the row; or how near its texts are to one another."""
     conversation: bool = False
     """Whether a row is a conversation, which a chat template renders."""
     answers: tuple[str, ...] = ()
@@ -54,6 +56,12 @@ class RowKind:
         it. Other rows continue in another sequence, or are dropped."""
         return self.loss_on in ("answers", "class")
 
+    @property
+    def is_cut_by_tokenizer(self) -> bool:
+        """Whether the tokenizer cuts texts to data.sequence_length, which keeps the special tokens
+        that close a text."""
+        return self.loss_on in ("class", "texts")
+
 
 KINDS: dict[str, RowKind] = {
     "text": RowKind("tokens"),
@@ -63,6 +71,8 @@ KINDS: dict[str, RowKind] = {
     "classification": RowKind("class"),
     "preference": RowKind("whole answers", answers=("chosen", "rejected")),
     "unpaired": RowKind("whole answers", answers=("response",)),
+    "retrieval": RowKind("texts"),
+    "reranking": RowKind("texts"),
 }
 """By data.kind."""
 
@@ -155,6 +165,27 @@ NAMES: dict[str, tuple[str, ...]] = {
     "labels": ("labels",),
     "weights": (),
     "margin": (),
+    "anchor": ("anchor", "sentence1", "text1"),
+    "positive": (
+        "positive",
+        "positives",
+        "pos",
+        "positive_passages",
+        "positive_messages",
+        "sentence2",
+        "text2",
+    ),
+    "negatives": (
+        "negatives",
+        "negative",
+        "neg",
+        "hard_negatives",
+        "negative_passages",
+        "negative_messages",
+    ),
+    "scores": ("scores", "score", "similarity", "similarity_score"),
+    "positive_scores": ("pos_scores", "positive_scores"),
+    "negative_scores": ("neg_scores", "negative_scores"),
 }
 """The usual names of the column of each role, the first one that is there counts."""
 KEYS = {
@@ -209,6 +240,8 @@ class Layout:
 
 
 _SHARED = ("system", "tools", "images")
+RETRIEVAL: tuple[DataKind, ...] = ("retrieval", "reranking")
+_DOCUMENTS = ("negatives", "prompt", "scores", "positive_scores", "negative_scores")
 LAYOUTS = (
     Layout("preference", ("prompt", "chosen", "rejected"), (*_SHARED, "margin"), "a pair"),
     Layout(
@@ -293,6 +326,17 @@ LAYOUTS = (
         "a user's turn, and an assistant's with tool calls",
     ),
     Layout("text", ("text",), (), "a text"),
+    *(
+        Layout(kind, needs, also, f"{what}, its documents and perhaps others")
+        for kind in RETRIEVAL
+        for needs, also, what in (
+            (("instruction", "positive"), _DOCUMENTS, "a query"),
+            (("messages", "positive"), _DOCUMENTS, "a query (the user's message)"),
+            (("anchor", "positive"), _DOCUMENTS, "a text"),
+            (("instruction", "response"), ("rejected", "scores"), "a query"),
+        )
+    ),
+    Layout("retrieval", ("text",), (), "a document without a query"),
 )
 """The first one that fits counts."""
 
@@ -433,7 +477,20 @@ def _columns_of(layout: Layout, columns: Sequence[str], named: Mapping[str, str]
             column = candidates[0]
         if column is not None:
             found[role] = column
+    if "negatives" in layout.also and "negatives" not in named:
+        taken = {*found.values()}
+        found |= {c: c for c in columns if _NUMBERED_NEGATIVE.fullmatch(c) and c not in taken}
     return found
+
+
+_NUMBERED_NEGATIVE = re.compile(r"(hard_)?neg(ative)?s?_\d+", re.IGNORECASE)
+"""Names of further columns with a negative each. Their name is their role."""
+
+
+def further_negatives(found: Match) -> list[str]:
+    """The columns of a match with a negative each, such as `negative_2`, by their numbers."""
+    names = [role for role in found.columns if _NUMBERED_NEGATIVE.fullmatch(role)]
+    return sorted(names, key=lambda name: int(name.rpartition("_")[2]))
 
 
 def guess(
@@ -481,7 +538,7 @@ def no_layout(
     found: list[tuple[int, int, Layout, list[str]]] = []
     for number, layout in enumerate(LAYOUTS):
         if layout.kind == kind or (
-            kind is None and layout.kind not in ("tokens", "classification")
+            kind is None and layout.kind not in ("tokens", "classification", *RETRIEVAL)
         ):
             there = _columns_of(layout, present, named)
             missing = [role for role in layout.needs if role not in there]
@@ -515,7 +572,8 @@ def no_layout(
             "; completions holds several answers: write the best as response, or two as chosen and "
             "rejected"
         )
-    other = match(present, named, {layout.kind for layout in LAYOUTS} - {kind or "", "text"})
+    others = {layout.kind for layout in LAYOUTS} - {kind or "", "text", *RETRIEVAL}
+    other = match(present, named, others)
     if kind is not None and other is not None:
         text += (
             f"; or set data.kind={other.layout.kind}, which has such columns; rows of two kinds "
@@ -551,7 +609,7 @@ _LIKE_ATTACHMENTS = {
 """By kind, names of other columns that hold attachments, in rows of conversations."""
 _IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _FILE_COLUMNS = ("file_name", "file_names")
-_WITHOUT_IMAGES = ("tokens", "classification")
+_WITHOUT_IMAGES = ("tokens", "classification", *RETRIEVAL)
 _WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight")
 _SCORES = ("score", "reward", "rating", "quality", "helpfulness")
 _SPEAKERS = ("user", "assistant", "system", "human", "gpt", "prompter", "bot", "model")

@@ -92,7 +92,7 @@ class Evaluator:
 
         with wrapped.evaluating():
             for total, (dataset, loader) in zip(totals, self._loaders.values(), strict=True):
-                counts: torch.Tensor | None = None
+                found: Any = None
                 for collated in map(raise_error, loader):
                     # Read the requests of the previous micro-batch, so that nothing waits. All
                     # ranks stop at the same micro-batch
@@ -109,15 +109,14 @@ class Evaluator:
                     total[1] += tokens
                     total[2] += collated.weight
                     if added is not None:
-                        counts = added if counts is None else counts + added
+                        found = added if found is None else found + added
                 if stop_requests is not None:
                     stop_requests.read()
                 scored: Scored | None = {}
-                if counts is not None:
-                    if not ranks.counts:
-                        counts.zero_()
-                    dist.all_reduce(counts, group=ranks.group)
-                    scores, number = dataset_objective(dataset).scores(counts)
+                if found is not None:
+                    objective = dataset_objective(dataset)
+                    more, (scores, number) = objective.finish_evaluation(found, ranks)
+                    total[0] += more
                     scored = Scored(scores=dict(scores), scored=number)
                 elif self._generator is not None:
                     assert isinstance(dataset, SequenceDataset)

@@ -6,13 +6,15 @@ skipping stay tensors, and the CPU runs ahead until the caller reads one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from launcher.data.loader import GlobalBatch
 from launcher.models.expert_load import ExpertLoad
+from launcher.models.micro_batch import MicroBatch
 from launcher.models.router_balance import RouterBalance
 from launcher.objectives.loss import Loss
 from launcher.optimizers.average import update_averages
@@ -89,11 +91,36 @@ class Update:
         return norm, skipped, rate
 
 
+class PrepareStep(Protocol):
+    """See `Objective.prepare_step`."""
+
+    def __call__(
+        self,
+        wrapped: WrappedModel,
+        micro_batches: Sequence[MicroBatch],
+        step: int,
+        *,
+        heartbeat: Callable[[str], None],
+    ) -> Sequence[MicroBatch]: ...
+
+
+def keep(
+    wrapped: WrappedModel,
+    micro_batches: Sequence[MicroBatch],
+    step: int,
+    *,
+    heartbeat: Callable[[str], None],
+) -> Sequence[MicroBatch]:
+    """The micro-batches as they are: their losses need nothing of one another."""
+    return micro_batches
+
+
 def train_steps(
     wrapped: WrappedModel,
     batches: Iterator[GlobalBatch],
     *,
     loss: Loss,
+    prepare_step: PrepareStep = keep,
     update: Update,
     averaged_over: int,
     counts: bool = True,
@@ -126,8 +153,9 @@ def train_steps(
             factor = factor * update.loss_scale.value
         if router_balance is not None:
             router_balance.begin(batch.statistics.read().tokens, weight)
+        prepared = prepare_step(wrapped, batch.micro_batches, batch.step, heartbeat=heartbeat)
         total = wrapped.accumulate(
-            batch.micro_batches, loss, factor, heartbeat=heartbeat, stop_reached=stop_reached
+            prepared, loss, factor, heartbeat=heartbeat, stop_reached=stop_reached
         )
         if total is None:
             wrapped.module.zero_grad(set_to_none=True)

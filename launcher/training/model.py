@@ -23,7 +23,7 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.distributed.units import Unit
 from launcher.errors import RecipeError
 from launcher.models.adapted import adapted_weights
-from launcher.models.attention import check_isolation, missing_for_varlen
+from launcher.models.attention import check_both_ways, check_isolation, missing_for_varlen
 from launcher.models.changes import (
     WeightSource,
     build_with_tokens,
@@ -34,6 +34,7 @@ from launcher.models.context_parallel import check_context_parallel, ring_of
 from launcher.models.description import (
     ModelDescription,
     describe,
+    has_no_head,
     outer_units,
     parts_without_text,
 )
@@ -256,6 +257,8 @@ class PreparedModel:
         if self.packed and (masking == "mask" or recurrent):
             isolation = functools.partial(check_isolation, masking=masking, recurrent=recurrent)
             checks.append(whole_rows()(functools.partial(isolation, **options)))
+        if getattr(self.model.config, "is_causal", True) is False and has_no_head(self.model):
+            checks.append(functools.partial(check_both_ways, **options))
         if rows.size > 1:
             group = ranks.group
             checks.append(

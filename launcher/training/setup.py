@@ -111,6 +111,7 @@ class Training:
         """Trains from a position on, which model and optimizer must have reached. Yields each
         step."""
         optimizer, hooks, data = self.recipe.optimizer, self.hooks, self.data.starting(position)
+        objective = dataset_objective(data.training)
         peak = optimizer.learning_rate
         rate = learning_rate(self.recipe.schedule, peak=peak, steps=data.steps)
         return train_steps(
@@ -120,7 +121,8 @@ class Training:
                 stop_requested=hooks.stop_requested,
                 save_requested=hooks.save_requested,
             ),
-            loss=dataset_objective(data.training).loss,
+            loss=objective.loss,
+            prepare_step=partial(objective.prepare_step, ranks=self.ranks),
             update=Update(
                 self.optimizer,
                 rate,
@@ -290,6 +292,7 @@ def _make_export(
         source=prepared.weights.source,
         export_base=recipe.checkpoint.export_base,
         tokenizer=tokenizer,
+        files=prepared.objective.export_files(whole_model(wrapped.module)),
     )
 
 
