@@ -219,10 +219,16 @@ class SequenceDataset:
             lines.append(f"{split:,} documents continue in another sequence")
         if cut := sequences.cut_documents:
             share = sequences.cut_tokens / (int(store.offsets[-1]) + store.cut_tokens)
+            texts = "rows have texts that" if self.unit == "queries" else "documents"
             lines.append(
-                f"warning: {cut:,} of {sequences.documents:,} documents are {longer} "
+                f"warning: {cut:,} of {sequences.documents:,} {texts} are {longer} "
                 f"(data.sequence_length) and lose their end, {sequences.cut_tokens:,} tokens "
                 f"({share:.1%} of all)"
+            )
+        if more := store.further_documents:
+            lines.append(
+                f"note: {more:,} documents are not used: they come after the first ones of their rows, as "
+                "many as data.documents says"
             )
         if dropped := sequences.long_documents:
             why = f"they are {longer} (data.sequence_length, data.overlong)"

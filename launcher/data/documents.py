@@ -27,7 +27,9 @@ class Document:
     desirable: bool | None = None
     """Of an answer that is good or not: whether it is good."""
     cut_tokens: int = 0
-    """Tokens that a text for classification was longer than data.sequence_length."""
+    """Tokens that texts which the tokenizer cuts were longer than data.sequence_length."""
+    further_documents: int = 0
+    """Documents of a query beyond data.documents."""
     weights: Weights | None = None
     """The weight of each token as a target; None: each counts 1."""
     margin: float | None = None

@@ -633,7 +633,13 @@ def _encode_retrieval(encoder: Encoder, batch: list[RetrievalRow]) -> Iterator[D
         lengths = [len(ids) for ids, _ in of_row]
         labels, weights = row.labels(lengths)
         ids = np.concatenate([ids for ids, _ in of_row])
-        yield Document(ids, labels, weights=weights, cut_tokens=sum(cut for _, cut in of_row))
+        yield Document(
+            ids,
+            labels,
+            weights=weights,
+            cut_tokens=sum(cut for _, cut in of_row),
+            further_documents=row.further,
+        )
 
 
 def _encode_pairs(encoder: Encoder, batch: list[RetrievalRow]) -> Iterator[Document]:
@@ -643,7 +649,7 @@ def _encode_pairs(encoder: Encoder, batch: list[RetrievalRow]) -> Iterator[Docum
     assert most is not None
     given = encoder.settings.get("pair_template")
     if given is None and tokenizer.separates_pairs:
-        rows = [RetrievalRow(row.texts[1:], row.roles[1:], row.scores) for row in batch]
+        rows = [replace(row, texts=row.texts[1:], roles=row.roles[1:]) for row in batch]
         texts = tokenizer.pairs(
             [(row.texts[0], text) for row in batch for text in row.texts[1:]], longest=most
         )
@@ -664,7 +670,13 @@ def _encode_pairs(encoder: Encoder, batch: list[RetrievalRow]) -> Iterator[Docum
         of_row = list(itertools.islice(cut_texts, len(row.roles)))
         labels, weights = row.labels([len(ids) for ids, _ in of_row])
         ids = np.concatenate([ids for ids, _ in of_row])
-        yield Document(ids, labels, weights=weights, cut_tokens=sum(cut for _, cut in of_row))
+        yield Document(
+            ids,
+            labels,
+            weights=weights,
+            cut_tokens=sum(cut for _, cut in of_row),
+            further_documents=row.further,
+        )
 
 
 @dataclass(frozen=True)

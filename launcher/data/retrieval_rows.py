@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,6 +59,8 @@ class RetrievalRow:
     """How near each document is to the query; None: the row does not say."""
     prompt: str = ""
     """Text in front of the query, or the instruction of a template of pairs."""
+    further: int = 0
+    """Documents of the row that are not used."""
 
     def labels(self, lengths: Sequence[int]) -> tuple[npt.NDArray[np.int32], Weights]:
         """For texts of so many tokens, (tokens,): the role of each text at its last token, and else
@@ -80,9 +82,8 @@ class RetrievalRow:
         for name, text in names.items():
             begin, end = begin.replace(name, text), end.replace(name, text)
         parts = [(begin + document, end) for document in documents]
-        return parts, RetrievalRow(
-            [first + last for first, last in parts], self.roles[1:], self.scores
-        )
+        texts = [first + last for first, last in parts]
+        return parts, replace(self, texts=texts, roles=self.roles[1:])
 
 
 def read_retrieval(encoder: Encoder, found: Match, row: Values) -> RetrievalRow:
@@ -109,6 +110,7 @@ def read_retrieval(encoder: Encoder, found: Match, row: Values) -> RetrievalRow:
             documents += [(text, NEGATIVE) for text in _texts(row, column)]
     scores = _scores(row, found, documents)
     most = encoder.settings.get("documents", schema.Data.documents)
+    further = max(0, len(documents) - most)
     documents = documents[:most]
     start = encoder.settings.get("document_prompt", "")
     joined = encoder.kind == "retrieval"
@@ -117,6 +119,7 @@ def read_retrieval(encoder: Encoder, found: Match, row: Values) -> RetrievalRow:
         [QUERY, *(role for _, role in documents)],
         None if scores is None else scores[:most],
         prompt,
+        further,
     )
 
 

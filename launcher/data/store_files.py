@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COUNTS = ("empty", "cut_documents", "cut_tokens")
+COUNTS = ("empty", "cut_documents", "cut_tokens", "further_documents")
 """Fields of a TokenStore that are sums over its parts."""
 Hashes = npt.NDArray[np.uint64]
 ORIGIN = np.dtype([("file", np.int32), ("number", np.int32), ("start", np.int64)])

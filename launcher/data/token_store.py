@@ -176,8 +176,10 @@ class TokenStore:
     empty: int = 0
     """Rows without text."""
     cut_documents: int = 0
-    """Texts for classification that were longer than data.sequence_length."""
+    """Texts that the tokenizer cuts, which were longer than data.sequence_length."""
     cut_tokens: int = 0
+    further_documents: int = 0
+    """Documents of queries beyond data.documents, which are not used."""
     largest_id: int = -1
     unused: list[str] = field(default_factory=list)
     """Columns with content that are not used."""
@@ -621,7 +623,9 @@ def _load(folder: Path, files: list[SourcePart], encoder: Encoder) -> TokenStore
         fingerprint={"files": sizes, **encoder.fingerprint(), **counts},
         notes=encoder.notes,
         prompt_form=meta["prompt_form"],
-        **{name: meta[name] for name in ("largest_id", "skipped", "unused", *COUNTS)},
+        **{name: meta[name] for name in ("largest_id", "skipped", "unused")},
+        # Stores of earlier versions have fewer
+        **{name: meta.get(name, 0) for name in COUNTS},
     )
 
 
@@ -778,6 +782,7 @@ def store_rows(rows: list[Encoded], files: Mapping[str, int] | None = None) -> T
         empty=len(rows) - len(skipped) - len(documents),
         cut_documents=sum(row.cut_tokens > 0 for row in documents),
         cut_tokens=sum(row.cut_tokens for row in documents),
+        further_documents=sum(row.further_documents for row in documents),
     )
 
 

@@ -16,7 +16,12 @@ from torch import nn
 from launcher.data.collation import Collated, RowInputs, Sample
 from launcher.data.retrieval_rows import INSTRUCTION, NEGATIVE, POSITIVE, pair_template
 from launcher.data.token_store import TokenStore
-from launcher.data.tokenizer import HuggingFaceTokenizer, load_tokenizer, tokenizer_name
+from launcher.data.tokenizer import (
+    HuggingFaceTokenizer,
+    Tokenizer,
+    load_tokenizer,
+    tokenizer_name,
+)
 from launcher.errors import RecipeError
 from launcher.models.hugging_face_files import Text
 from launcher.models.micro_batch import MicroBatch
@@ -40,7 +45,7 @@ class RerankerObjective(Retrieval):
     """A text is a query with a document, whose score is a logit, or a difference of two."""
 
     settings: schema.Reranker = field(default_factory=schema.Reranker)
-    answers: tuple[int, int] | None = None
+    answers: tuple[int, ...] | None = None
     """The tokens of a positive document and of another one; None: a classifier scores them."""
     separator: int | None = None
     """The token between two texts, after which their type is 1; None: the model has no types."""
@@ -68,13 +73,10 @@ class RerankerObjective(Retrieval):
             assert isinstance(tokenizer, HuggingFaceTokenizer)
             template, separator = None, tokenizer.tokenizer.sep_token_id
         if recipe.model.task == "causal_lm" and tokenizer is not None:
-            found = tokenizer.ids(settings.answers)
-            if long := [
-                text for text, ids in zip(settings.answers, found, strict=True) if len(ids) != 1
-            ]:
-                what = f"{', '.join(map(repr, long))} is not a single token of {name}"
-                raise RecipeError(f"reranker.answers: {what}; name two that are")
-            answers = int(found[0][0]), int(found[1][0])
+            answers = tuple(
+                _token(tokenizer, getattr(settings, key), key, str(name))
+                for key in ("positive_answer", "negative_answer")
+            )
         return cls(
             longest=data.sequence_length,
             settings=settings,
@@ -209,6 +211,15 @@ class RerankerObjective(Retrieval):
 
 
 _LIBRARY = "sentence_transformers"
+
+
+def _token(tokenizer: Tokenizer, text: str, key: str, name: str) -> int:
+    """The id of a text that is one token. Raises RecipeError if it is none."""
+    ids = tokenizer.ids([text])[0]
+    if len(ids) != 1:
+        what = f"{text!r} is {len(ids)} tokens of the tokenizer {name}, and must be one"
+        raise RecipeError(f"reranker.{key}: {what}")
+    return int(ids[0])
 
 
 def _as_jinja(template: str, instruction: str) -> str:

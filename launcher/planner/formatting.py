@@ -122,10 +122,11 @@ def batch_text(recipe: Recipe, ranks: int) -> str:
     if count is None or not isinstance(size, int):
         tokens = batch.micro_batch_tokens
         return f"micro-batches of {tokens:,} tokens on {on}, {whole:,} {unit} a step"
-    if unit == "pairs":
-        length = f"2 x {length}"
+    if unit in ("pairs", "queries"):
+        texts = 2 if unit == "pairs" else 1 + recipe.data.documents
+        length = f"{texts} x {length}"
     return (
-        f"{_plural(size, unit.removesuffix('s'))} of {length} x "
+        f"{size:,} {unit if size != 1 else singular(unit)} of {length} x "
         f"{_plural(count, 'micro-batch', 'es')} x {on} = {whole:,} a step"
     )
 
@@ -183,6 +184,11 @@ def as_text(plan: Json, columns: int | None = None) -> Iterator[str]:
         yield from ("", *measured_text(plan["measured"], columns))
     if plan.get("length") is not None:
         yield from ("", plan["length"]["text"])
+
+
+def singular(unit: str) -> str:
+    """The singular of what a batch counts."""
+    return {"queries": "query"}.get(unit, unit.removesuffix("s"))
 
 
 def _plural(count: int, word: str, ending: str = "s") -> str:

@@ -6,6 +6,7 @@ given.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -13,13 +14,16 @@ from typing import Any
 
 from launcher.distributed.hardware import computes_in_bfloat16
 from launcher.distributed.rank_layout import EXPERT, TENSOR
-from launcher.recipe.decode import KeyPath, Problem, keys, plain_value, value_of
+from launcher.errors import RecipeError
+from launcher.recipe.decode import KeyPath, Problem, keys, plain_value, shown, value_of
 from launcher.recipe.model_config import attends_both_ways, why_not_packed
 from launcher.recipe.rules import excluded_by
-from launcher.recipe.schema import Recipe
+from launcher.recipe.schema import Data, Recipe
 from launcher.recipe.section import AutoFloat, AutoInt
 from launcher.recipe.yaml_text import flow_yaml
+from launcher.sources.finding import first_row
 from launcher.sources.hub import model_config
+from launcher.sources.layouts import RETRIEVAL, documents_of, match_row, named_columns
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,31 @@ def decide_packing(
         derived["data", "packing"] = Derived(False, f"because {why}")
     elif why is not None:
         yield Problem(("data", "packing"), "not-with-model", f"{why}; set it to auto, or to false")
+
+
+def decide_documents(plain: dict[str, Any], derived: dict[KeyPath, Derived], *, hub: bool) -> None:
+    """Sets data.documents where it is not given, by the first row: with packing, the plan counts so many
+    for each query."""
+    data = plain.get("data")
+    if not isinstance(data, dict) or data.get("kind") not in RETRIEVAL or "documents" in data:
+        return
+    train = data.get("train")
+    files = [each.get("files") for each in train.values()] if isinstance(train, dict) else [train]
+    counts = dict[int, str]()
+    for patterns in files:
+        listed = [patterns] if isinstance(patterns, str) else patterns
+        with contextlib.suppress(RecipeError):  # reported where the rows are read
+            found = first_row(listed, hub=hub) if isinstance(listed, list | tuple) else None
+            match = (
+                None if found is None else match_row(found[1], named_columns(data), [data["kind"]])
+            )
+            if found is not None and match is not None:
+                counts[documents_of(found[1], match)] = found[0]
+    if counts:
+        most = min(max(counts), Data.documents)
+        data["documents"] = most
+        why = f"as many as the first row of {shown(counts[max(counts)])} has"
+        derived["data", "documents"] = Derived(most, why)
 
 
 def decide_precision(plain: dict[str, Any], derived: dict[KeyPath, Derived]) -> None:

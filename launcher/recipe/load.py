@@ -43,6 +43,7 @@ from launcher.recipe.decode import (
 from launcher.recipe.derived import (
     Derived,
     decide_compile,
+    decide_documents,
     decide_packing,
     decide_precision,
     drop_idle_auto,
@@ -158,6 +159,7 @@ def load_recipe(
     open_rate_of_adapters(plain)
     problems += _interpolate(plain, origins)
     problems += _complete(plain, origins, hub=hub)
+    decide_documents(plain, origins.derived, hub=hub)
     problems += decide_packing(plain, origins.derived, hub=hub)
     decide_precision(plain, origins.derived)
     problems += _characters(plain, {problem.path for problem in problems})

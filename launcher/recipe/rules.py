@@ -172,7 +172,7 @@ NEEDS: tuple[Needs, ...] = (
     Needs("data.documents data.query_prompt data.document_prompt", "data.kind", _RETRIEVAL),
     Needs("reranker data.pair_template", "data.kind", "reranking"),
     Needs("reranker", "model.task", "reranker causal_lm"),
-    Needs("reranker.answers", "model.task", "causal_lm"),
+    Needs("reranker.positive_answer reranker.negative_answer", "model.task", "causal_lm"),
     Needs("reranker", "preference kto distillation objective", False),
     Needs("data.document_prompt", "data.kind", "retrieval"),
     Needs("data.streaming data.builder model.builder", "reranker", False),

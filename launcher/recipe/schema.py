@@ -691,9 +691,11 @@ class Reranker(Section):
     loss: Literal["binary", "list"] = "binary"
     """binary: the cross-entropy of each document being a positive one, or of its score in the data, from 0
     to 1. list: the cross-entropy of the documents of a query, by the softmax of their scores."""
-    answers: Annotated[tuple[Text, ...], Field(min_length=2, max_length=2)] = ("yes", "no")
-    """For task causal_lm: the tokens that a positive and another document are answered with. A document's
-    score is the difference of their logits."""
+    positive_answer: Text = "yes"
+    """For task causal_lm: the token that a positive document is answered with."""
+    negative_answer: Text = "no"
+    """For task causal_lm: the token that another document is answered with. A document's score is the
+    difference of their logits."""
 
 
 class Objective(Section):

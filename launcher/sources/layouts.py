@@ -493,6 +493,23 @@ def further_negatives(found: Match) -> list[str]:
     return sorted(names, key=lambda name: int(name.rpartition("_")[2]))
 
 
+def documents_of(row: Mapping[str, Any], found: Match) -> int:
+    """The documents of a query in a row of this layout, at least one."""
+    roles = ("positive", "response", "negatives", "rejected", *further_negatives(found))
+    values = (row.get(found.columns[role]) for role in roles if role in found.columns)
+    # A conversation is one document
+    counts = (
+        1 if not isinstance(value, list | tuple) or _is_message(value) else len(value)
+        for value in values
+        if value is not None
+    )
+    return max(1, sum(counts))
+
+
+def _is_message(value: Sequence[Any]) -> bool:
+    return len(value) == 1 and isinstance(value[0], dict) and "content" in value[0]
+
+
 def guess(
     row: Mapping[str, Any],
     named: Mapping[str, str],

@@ -47,7 +47,11 @@ schedule: {{warmup_steps: 2}}
 """
 SCORED = ["data.train=FOLDER/scored.jsonl", "data.validation=FOLDER/scored.jsonl"]
 RERANKED = ["model.task=reranker", "data.kind=reranking", "data.sequence_length=96"]
-ANSWERED = ["data.kind=reranking", "data.sequence_length=96", "reranker.answers=[a, b]"]
+ANSWERED = [
+    "data.kind=reranking",
+    "data.sequence_length=96",
+    "reranker={positive_answer: a, negative_answer: b}",
+]
 ONE = ["batch.micro_batch_size=2"]
 FSDP = ["strategy.kind=fsdp", "batch.micro_batch_size=2"]
 # By group: the config, further keys, and the cases: name, ranks, keys. The first one is the reference

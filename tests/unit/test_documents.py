@@ -93,6 +93,8 @@ def overrides_of(recipe):
     """Overrides in place of files that scripts write, for the recipe of this name."""
     if recipe == "pictures":
         return ["images=null", *FINETUNE_DATA]
+    if recipe == "embedding":
+        return ["data.kind=retrieval", "evaluation.at_start=false", *FINETUNE_DATA]
     return FINETUNE_DATA if recipe in ("finetune", "prefer", "smollm2") else []
 
 

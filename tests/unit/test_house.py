@@ -219,7 +219,7 @@ WHOLE_RECIPE = {
     "checkpoint": "export resume",
     "diagnostics": "selftest",
     "models": "config_keys",
-    "objectives": "answers base distillation kto make masked next_token preference teacher",
+    "objectives": "answers base distillation embedding kto make masked next_token preference reranker teacher",
     "planner": "candidates choice decisions facts fastest formatting known_models measurement plan plan_as_json"
     " profile recipe_values search sizes speed trace work",
     "training": "model setup",

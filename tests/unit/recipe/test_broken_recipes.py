@@ -97,6 +97,7 @@ SHORT = {
     "@teach": "distillation={teacher: a/b}",
     "@masked": "data.kind=text & model.task=masked_lm & data.packing=false",
     "@reward": "data.kind=preference & model.task=reward",
+    "@vectors": "data.kind=retrieval & model.task=embedding",
     "@classify": "data.kind=classification & model.task=sequence_classification",
     "@base": "model.config=null & model.path=owner/name",
     "@long": "é" * 128,
@@ -395,6 +396,23 @@ IN_ARGUMENTS = r"""
 | checkpoint.export=best | /needs-checkpoint.keep_best
 | checkpoint={every_steps: 100, every_epochs: 0.5} | checkpoint.every_steps/not-with-checkpoint.every_epochs
 | evaluation.every_epochs=0 | /range
+| data.kind=retrieval | data.kind/not-for-model.task
+| model.task=embedding & data.kind=chat | data.kind/not-for-model.task
+| embedding={} | embedding/needs-model.task
+| model.bidirectional=true | /needs-model.task
+| @vectors & embedding.loss=mnrl | /choice
+| @vectors & embedding.matryoshka=[] | /empty
+| @vectors & embedding.triplet_margin=1.0 | /needs-embedding.loss
+| @vectors & embedding={loss: cosine, false_negative_margin: 0.1} | embedding.false_negative_margin/needs-embedding.loss
+| @vectors & data.streaming=true | /needs-model.task
+| @vectors & strategy.context_parallel_size=2 | /needs-data.kind & /needs-model.task
+| @vectors & model.bidirectional=true & data.packing=true | /not-with-model
+| @vectors & data.packing=false & batch={global_batch_size: 4, micro_batch_tokens: 4096} | batch.micro_batch_tokens/needs-data.packing
+| @vectors & data.pair_template=qwen3 | /needs-data.kind
+| @vectors & data.validation=data.txt & checkpoint.keep_best=accuracy | /no-such-metric
+| data.query_prompt=a | /needs-data.kind
+| data.kind=reranking & data.document_prompt=a | /needs-data.kind
+| data.kind=reranking & model.task=reranker & reranker.positive_answer=ja | /needs-model.task
 | lora={} & model.freeze=a.* | /not-with-lora
 | lora={quantize: int4} | lora.quantize/choice
 | lora={dora: 1} | lora.dora/type

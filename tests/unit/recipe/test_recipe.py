@@ -32,6 +32,7 @@ from launcher.recipe.schema import (
     CpuOffload,
     Data,
     Distillation,
+    Embedding,
     Images,
     Kto,
     Lora,
@@ -40,6 +41,7 @@ from launcher.recipe.schema import (
     Preference,
     Profile,
     Recipe,
+    Reranker,
     Run,
     Source,
     Wandb,
@@ -70,6 +72,8 @@ def data_overrides(file):
         if file.stem in ("finetune", "prefer", "smollm2")
         else ["images=null", *FINETUNE_DATA]
         if file.stem == "pictures"
+        else ["data.kind=retrieval", "evaluation.at_start=false", *FINETUNE_DATA]
+        if file.stem == "embedding"
         else ["model.path=gpt2", *USER_DATA]
         if file.stem == "sft"
         else []
@@ -428,7 +432,9 @@ def test_mixture_is_written_shown_and_overridden(folder, capsys):
     lines = [
         line
         for line in lines
-        if not re.search(r"(_column|limit|columns|prompt_format|overlong): null  # default$", line)
+        if not re.search(
+            r"(_column|_prompt|limit|columns|prompt_format|overlong): null  # default$", line
+        )
     ]
     at = lines.index("  train:")
     assert lines[at : at + 12] == [
@@ -496,6 +502,7 @@ def test_recipe_is_immutable(folder):
     recipe = dataclasses.replace(recipe, preference=Preference(), kto=Kto())  # for other data
     recipe = dataclasses.replace(recipe, distillation=Distillation(teacher="a/b"))
     recipe = dataclasses.replace(recipe, objective=Objective(loss="a:b"), images=Images())
+    recipe = dataclasses.replace(recipe, embedding=Embedding(), reranker=Reranker())
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.data.train["a"].weight = 2.0
     for path, kind in sections():
@@ -524,7 +531,10 @@ def test_json_schema_describes_every_key(capsys):
     ]
     kinds, null = data["kind"]["anyOf"]
     assert (kinds["enum"], null) == (
-        ["text", "tokens", "chat", "instruct", "classification", "preference", "unpaired"],
+        [
+            *("text", "tokens", "chat", "instruct", "classification", "preference", "unpaired"),
+            *("retrieval", "reranking"),
+        ],
         {"type": "null"},
     )
     rate = printed["$defs"]["Optimizer"]["properties"]["learning_rate"]
