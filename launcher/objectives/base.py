@@ -178,10 +178,14 @@ class Objective(ABC):
             raise NothingToTrainError(f"data: no document with text in {names}")
         sequences = self.pack(store, data, documents)
         if self.packs_documents and not sequences.targets:
-            raise NothingToTrainError(no_targets(names, data))
+            raise NothingToTrainError(self.nothing_to_train(names, data))
         return replace(
             self.empty(data, model), store=store, sequences=sequences, documents=documents
         )
+
+    def nothing_to_train(self, names: str, data: schema.Data) -> str:
+        """The message for files, named by `names`, without anything that has a loss."""
+        return no_targets(names, data)
 
     def empty(self, data: schema.Data, model: ModelTraits) -> SequenceDataset:
         """A data set without samples."""

@@ -140,9 +140,16 @@ class EmbeddingObjective(Retrieval):
             asks &= ~has((roles[ends] != QUERY) & ~known_scores(store, ends))
         return asks
 
-    def no_targets(self, where: str, key: str) -> str:
-        """The message for data without a query that has a loss."""
-        return f"{key}: {_needs(self.settings.loss)} in {where}"
+    def needs(self) -> str:
+        """What the loss compares."""
+        loss = self.settings.loss
+        if loss == "triplet":
+            return "no row has a negative, which embedding.loss=triplet needs"
+        if loss not in SCORED:
+            return "no row has a text"
+        what = f"no row has what embedding.loss={loss} compares: a score for each document"
+        negative = ", and a negative" if loss == "margin_mse" else ""
+        return f"{what} (data.columns.scores=NAME){negative}"
 
     # The loss
 
@@ -326,20 +333,6 @@ def _pooling(recipe: Recipe) -> Pooling:
         what = f"{path} has vectors by {stated}, which is not available"
         raise RecipeError(f"embedding.pooling: {what}; use {', '.join(POOLINGS)}")
     return stated  # type: ignore[return-value]
-
-
-def _needs(loss: str) -> str:
-    """What is missing where no row is trained."""
-    if loss in SCORED:
-        what = f"no row has what embedding.loss={loss} compares: a score for each document "
-        return f"{what}(data.columns.scores=NAME)" + (
-            ", and a negative" if loss == "margin_mse" else ""
-        )
-    return (
-        "no row has a negative, which embedding.loss=triplet needs"
-        if loss == "triplet"
-        else "no text"
-    )
 
 
 def _texts(micro_batch: MicroBatch) -> Texts:

@@ -104,14 +104,13 @@ class RerankerObjective(Retrieval):
         several: Mask = (count[POSITIVE] > 0) & (count[NEGATIVE] > 0) | (known > 1)
         return several
 
-    def no_targets(self, where: str, key: str) -> str:
-        """The message for data without a row that has a loss."""
-        what = "no row has a document"
+    def needs(self) -> str:
+        """What the loss compares."""
         if self.settings.loss == "list":
-            what = (
+            return (
                 "no row has a positive and a negative document, or scores, for reranker.loss=list"
             )
-        return f"{key}: {what} in {where}"
+        return "no row has a document"
 
     def collate(self, rows: list[Sample], inputs: RowInputs) -> Collated:
         """See `collate_texts`. With `token_type_ids` for models that have types of texts, and in `extra`

@@ -84,6 +84,18 @@ class Retrieval(Objective):
         """With the length of the texts."""
         return replace(self, longest=data.sequence_length)
 
+    def needs(self) -> str:
+        """What no row has, where no row is trained."""
+        raise NotImplementedError
+
+    def nothing_to_train(self, names: str, data: schema.Data) -> str:
+        """See `needs`."""
+        return f"data: {self.needs()} in {names}"
+
+    def no_targets(self, where: str, key: str) -> str:
+        """See `needs`."""
+        return f"{key}: {self.needs()} in {where}"
+
     def sample(self, dataset: SequenceDataset, index: int) -> Sample:
         """`input_ids`, `position_ids` and `targets`, which are the role of a text at its last token and
         else IGNORED, (tokens,); and by text `names`, `hashes` and `scores`, (texts,)."""
