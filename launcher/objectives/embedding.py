@@ -212,7 +212,7 @@ class EmbeddingObjective(Retrieval):
         seed = torch.tensor([(self.seed * 0x9E3779B1 + step) % 2**32], device=device)
         states, vectors, texts = list[torch.Tensor](), list[torch.Tensor](), list[Texts]()
         for micro_batch in micro_batches:
-            heartbeat("vectors")
+            heartbeat("forward")
             states.append(_random_state(device))
             seeded = replace(micro_batch, extra={**micro_batch.extra, "seed": seed})
             vectors.append(wrapped.without_gradients(self.vectors, seeded))

@@ -31,6 +31,7 @@ from launcher.files import replace_text
 from launcher.metrics.sinks import Sink, open_sinks, remove_later_steps
 from launcher.metrics.slow_ranks import SlowRanks
 from launcher.objectives.base import dataset_objective
+from launcher.recipe.objectives import objective_of
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json, Lines
 from launcher.reliability.run_directory import EXPERTS, RunFolder
@@ -116,6 +117,7 @@ class Reporter:
         if self._micro_batch > 1 and now - self._line_at >= LINE_SECONDS:
             self._line_at, number = now, self._last_step + 1
             count = self._training.data.sampler.micro_batches(number - 1)
+            count *= objective_of(self._recipe).passes
             stops = self._training.hooks.stop_requested()
             then = "; the run stops after this micro-batch" if stops else ""
             done = self._micro_batch - 1
