@@ -50,6 +50,7 @@ _METHODS: dict[str, dict[str, Any]] = {
     "qlora": {"lora.rank": 16, "lora.alpha": 32, "lora.quantize": "nf4"},
     "dpo": {"preference.loss": "dpo", "preference.beta": 0.1},
     "kto": {"kto.beta": 0.1},
+    "embedding": {"model.task": "embedding", "embedding.temperature": 0.05},
 }
 """Of each method the keys that it adds."""
 _ABOUT = {
@@ -77,6 +78,7 @@ _SIZES = (
 _ROWS = {
     "dpo": ("preference", "chosen and rejected"),
     "kto": ("unpaired", "a label that says whether the answer is good"),
+    "embedding": ("retrieval", "a query and a positive"),
 }
 """The rows of methods that do not learn from tokens: data.kind, and what the rows must have."""
 _LESS = {"full": ("lora", "qlora"), "lora": ("qlora",)}
@@ -99,8 +101,8 @@ def new(
         ),
     ] = None,
     method: Annotated[
-        Literal["full", "lora", "qlora", "dpo", "kto"],
-        option("full | lora | qlora | dpo | kto: what is trained, and how.", "METHOD"),
+        Literal["full", "lora", "qlora", "dpo", "kto", "embedding"],
+        option("full | lora | qlora | dpo | kto | embedding: what is trained, and how.", "METHOD"),
     ] = "full",
     gpu: Annotated[
         str | None,
