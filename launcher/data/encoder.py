@@ -87,6 +87,7 @@ _SETTINGS: dict[str, Callable[[RowKind], bool]] = {
     "loss_on": lambda kind: kind.loss_on == "answers",
     "chat_template_kwargs": lambda kind: kind.templated,
     "message_weights": lambda kind: kind is KINDS["chat"],
+    "loss_weights": lambda kind: kind is KINDS["chat"],
 }
 """Further keys of data that change the tokens, and whether rows of a kind read them."""
 

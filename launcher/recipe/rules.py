@@ -14,14 +14,14 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
 from launcher.distributed.rank_layout import PARALLEL_SIZES, LayoutSizes, sizes_of
 from launcher.libraries.extras import missing_extra
 from launcher.recipe.decode import KeyPath, Problem, default_of, plain_value, value_of
 from launcher.recipe.model_config import change_problems, config_problems, of_text, size_problems
 from launcher.recipe.objectives import OBJECTIVES, objective_of
-from launcher.recipe.schema import WITHOUT_REFERENCE, Data, Recipe, Source
+from launcher.recipe.schema import WITHOUT_REFERENCE, Data, MessagePart, Recipe, Source
 from launcher.recipe.section import AutoInt
 from launcher.recipe.template_names import template_problem
 from launcher.sources.adapter import ADAPTER_CONFIG
@@ -151,8 +151,8 @@ NEEDS: tuple[Needs, ...] = (
         _TEMPLATED,
     ),
     Needs("data.loss_on", "data.kind", _kinds(lambda kind: kind.loss_on == "answers")),
-    Needs("data.message_weights", "data.kind", "chat"),
-    Needs("data.message_weights", "data.loss_on", "assistant last"),
+    Needs("data.message_weights data.loss_weights", "data.kind", "chat"),
+    Needs("data.message_weights data.loss_weights", "data.loss_on", "assistant last"),
     Needs("data.prompt_format", "data.kind", _kinds(lambda kind: kind.answers)),
     Needs("data.margin_column", "model.task", "reward"),
     Needs("data.mask_probability", "model.task", "masked_lm"),
@@ -651,6 +651,12 @@ def _template_values(recipe: Recipe) -> Found:
             yield ("data", "chat_template_kwargs", name), "set-by-launcher", what
 
 
+def _part_weights(recipe: Recipe) -> Found:
+    weights = recipe.data.loss_weights or {}
+    if not any(weights.get(part, 1.0) for part in get_args(MessagePart)):
+        yield "data.loss_weights", "all-zero", "one weight must be above 0, or no token has loss"
+
+
 def _empty_template(recipe: Recipe) -> Found:
     template = recipe.data.chat_template
     if template is not None and os.path.isfile(template) and not os.path.getsize(template):
@@ -874,6 +880,7 @@ _RULES = (
     _packed_lengths,
     _micro_batch_tokens,
     _template_values,
+    _part_weights,
     _empty_template,
     _groups_of_parameters,
     _metrics,

@@ -50,6 +50,8 @@ _NullIsText = BeforeValidator(
 )
 
 
+MessagePart = Literal["reasoning", "calls", "answer"]
+_PartWeight = Annotated[StrictFloat, Field(ge=0, le=1e6)]
 _ZeroIsNull = BeforeValidator(
     lambda share: None if share == 0 and share is not False else share,
     json_schema_input_type=float | None,
@@ -315,6 +317,10 @@ class Data(Section):
     message_weights: StrictBool = False
     """Kind chat: a message of the assistant may have a weight, such as `weight: 0.5`, which is that of its
     tokens in the loss. false: a weight is 0 or 1."""
+    loss_weights: Annotated[dict[MessagePart, _PartWeight], Field(min_length=1)] | None = None
+    """Kind chat: weights in the loss of the parts of an assistant's message, such as {reasoning: 0.2,
+    calls: 1, answer: 1}: of its reasoning, its calls of tools and its content. 0: no loss. A part that is
+    not named has 1. They multiply data.message_weights and data.weights_column. null: all have 1."""
     system_column: Text | None = None
     """Column with the system prompt, for kinds with a conversation or a prompt; null: system,
     system_prompt, ..."""

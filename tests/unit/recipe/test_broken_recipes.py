@@ -242,6 +242,13 @@ IN_ARGUMENTS = r"""
 | data.labels=[a,b] | /needs-data.kind
 | data.message_weights=true | /needs-data.kind
 | data.kind=chat & data.message_weights=true & data.loss_on=all | data.message_weights/needs-data.loss_on
+| data.loss_weights={answer: 0.5} | /needs-data.kind
+| @prefer & data.loss_weights={answer: 0.5} | data.loss_weights/needs-data.kind
+| data.kind=chat & data.loss_weights={answer: 0.5} & data.loss_on=all | data.loss_weights/needs-data.loss_on
+| data.kind=chat & data.loss_weights={answers: 0.5} | data.loss_weights.answers/choice
+| data.kind=chat & data.loss_weights={answer: -1} | data.loss_weights.answer/range
+| data.kind=chat & data.loss_weights={} | /empty
+| data.kind=chat & data.loss_weights={reasoning: 0, calls: 0, answer: 0} | data.loss_weights/all-zero
 | objective.loss=smoothing | /form
 | objective.loss=label_smoothing | objective.arguments/missing
 | objective={loss: label_smoothing, arguments: {amount: 1}} | objective.arguments.amount/range
