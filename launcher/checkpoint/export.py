@@ -182,7 +182,8 @@ def open_checkpoint_weights(
     """
     recipe, state = recipe_of(checkpoint), read_state(checkpoint)
     refuse_code(recipe, checkpoint / STATE, trust_run=trust_run)
-    if ema and recipe.optimizer.ema is None:
+    ema = ema or recipe.optimizer.schedule_free
+    if ema and not recipe.optimizer.averages:
         raise RecipeError(f"export: weights: ema: the run of {checkpoint} has no optimizer.ema")
     new_ids = new_token_ids(tokenizer_name(recipe.data, recipe.model))
     model = build_with_tokens(

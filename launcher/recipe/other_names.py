@@ -125,7 +125,7 @@ ABSENT = {
     "use_asft_loss use_eaft_loss use_eaft ld_alpha center_rewards_coefficient",
     "reinforcement learning; TRL, verl and prime-rl have it": "reward_funcs "
     "num_generations vllm_server_host reward_functions grpo_samples ppo_epochs ppo_batch_size",
-    "the optimizers are adamw, sgd, adafactor and muon": "use_galore use_apollo use_badam "
+    "the optimizers are those of optimizer.name": "use_galore use_apollo use_badam "
     "use_adam_mini use_q_galore lisa_n_layers relora relora_steps relora_prune_ratio "
     "optim_target_modules",
     "simulated rounding of weights": "qat quantizer",

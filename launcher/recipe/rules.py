@@ -83,6 +83,7 @@ def _of_attachments(section: str) -> tuple[Needs, ...]:
 
 
 _FLOAT8 = "strategy.mixed_precision.float8"
+_SCHEDULE_FREE = "optimizer.name=schedule_free_adamw"
 _OFFLOADED_STATE = "strategy.cpu_offload.what strategy.cpu_offload.optimizer_path"
 _CONTEXT = "strategy.context_parallel_size"
 _RING = "strategy.context_parallel_ring"
@@ -183,7 +184,7 @@ NEEDS: tuple[Needs, ...] = (
     Needs("strategy.shard_optimizer", "strategy.kind", "ddp auto"),
     Needs(_FLOAT8, "strategy.mixed_precision.param_dtype", "bfloat16"),
     Needs(_FLOAT8, "lora", False, "; its base weights are frozen, or in NF4"),
-    Needs(_OFFLOADED_STATE, "optimizer.name", "adamw sgd"),
+    Needs(_OFFLOADED_STATE, "optimizer.name", "adamw sgd lion"),
     Needs(_OFFLOADED_STATE, "optimizer.momentum", True),
     Needs(_OFFLOADED_STATE, "optimizer.ema", False),
     Needs("activation_checkpointing.budget", "activation_checkpointing.mode", "selective"),
@@ -200,8 +201,8 @@ NEEDS: tuple[Needs, ...] = (
     Needs(_CONTEXT, "data.kind", _OF_TOKENS),
     Needs(_CONTEXT, "model.task", "causal_lm"),
     Needs(f"{_EXPERT} {_TENSOR}", "strategy.kind", "fsdp auto"),
-    Needs(_EXPERT, "optimizer.name", "adamw sgd muon"),
-    Needs(_TENSOR, "optimizer.name", "adamw sgd"),
+    Needs(_EXPERT, "optimizer.name", "adamw sgd muon lion schedule_free_adamw"),
+    Needs(_TENSOR, "optimizer.name", "adamw sgd lion schedule_free_adamw"),
     Needs(_TENSOR, "optimizer.state_dtype", "float32"),
     Needs(_TENSOR, _EXPERT, "1", f"; for a mixture of experts use {_EXPERT} alone"),
     Needs(_TENSOR, "model.task", "causal_lm sequence_classification"),
@@ -213,7 +214,12 @@ NEEDS: tuple[Needs, ...] = (
     Needs("lora.init", _EXPERT, "1"),
     Needs("model.new_tokens+lora", _TENSOR, "1", " with lora"),
     # Optimizer and schedule
-    Needs("optimizer.betas optimizer.eps optimizer.state_dtype", "optimizer.name", "adamw muon"),
+    Needs("optimizer.betas", "optimizer.name", "adamw muon lion schedule_free_adamw"),
+    Needs("optimizer.eps", "optimizer.name", "adamw muon schedule_free_adamw"),
+    Needs("optimizer.state_dtype", "optimizer.name", "adamw muon"),
+    Needs(_SCHEDULE_FREE, "schedule.kind", "constant", ", which is what its average is for"),
+    Needs(_SCHEDULE_FREE, "optimizer.ema", False, ": it has an average of its own"),
+    Needs(_SCHEDULE_FREE, "strategy.shard_optimizer", False, "; use strategy.kind=fsdp"),
     Needs("optimizer.momentum", "optimizer.name", "sgd muon"),
     Needs("optimizer.layer_decay", " ".join(ATTACHMENTS.values()), False, "; use optimizer.groups"),
     Needs("optimizer.ema run.on_divergence", _SAVES, True),

@@ -666,17 +666,22 @@ class ParameterGroup(Section):
 class Optimizer(Section):
     """The optimizer; weight decay on matrices and embeddings, not on norms, biases and rates."""
 
-    name: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"
+    name: Literal["adamw", "sgd", "adafactor", "muon", "lion", "schedule_free_adamw"] = "adamw"
     """adamw: Loshchilov and Hutter, 2019. sgd: with momentum. adafactor: Shazeer and Stern, 2018;
     its learning rate is relative to the root mean square of a parameter. muon: Jordan et al., 2024,
-    for the matrices of the blocks; adamw for the rest, with the same learning rate."""
+    for the matrices of the blocks; adamw for the rest, with the same learning rate. lion: Chen et al.,
+    2023; its learning rate is a third to a tenth of adamw's, its betas usually [0.9, 0.99].
+    schedule_free_adamw: Defazio et al., 2024; with schedule.kind: constant, and a larger learning rate.
+    Evaluations and exports have the averaged weights."""
     learning_rate: Annotated[NonNegativeFloat, auto(1.0e-5)] = 2.0e-5
     """Peak learning rate. auto, which is the default with a section lora: by the width of the model;
     for adapters more."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """adamw, muon: decay rates of adamw's two moments."""
+    """adamw, muon: decay rates of adamw's two moments. lion: of the momentum in the update, and of the
+    momentum. schedule_free_adamw: the share of the average in the trained weights, and the decay rate
+    of the second moment."""
     eps: PositiveFloat = 1.0e-8
-    """adamw, muon: added to adamw's denominator."""
+    """adamw, muon, schedule_free_adamw: added to adamw's denominator."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """adamw, muon: dtype of adamw's moments, for parameters with two dimensions or more. bfloat16:
     rounded stochastically. int8: with a scale for each block of 256 numbers."""
@@ -695,6 +700,16 @@ class Optimizer(Section):
     ema: Annotated[StrictFloat, Field(gt=0, lt=1)] | None = None
     """Decay rate, such as 0.999, of a moving average of the trained weights, in float32, for
     evaluation.ema and `launcher export weights=ema`; null: none."""
+
+    @property
+    def schedule_free(self) -> bool:
+        """Whether evaluations and exports have the averages of the optimizer itself."""
+        return self.name == "schedule_free_adamw"
+
+    @property
+    def averages(self) -> bool:
+        """Whether the optimizer's state has averages of the weights."""
+        return self.schedule_free or self.ema is not None
 
 
 class Schedule(Section):

@@ -243,6 +243,12 @@ IN_ARGUMENTS = r"""
 | data.message_weights=true | /needs-data.kind
 | data.kind=chat & data.message_weights=true & data.loss_on=all | data.message_weights/needs-data.loss_on
 | data.loss_weights={answer: 0.5} | /needs-data.kind
+| optimizer={name: lion, eps: 1.0e-6} | optimizer.eps/needs-optimizer.name
+| optimizer={name: lion, state_dtype: int8} | optimizer.state_dtype/needs-optimizer.name
+| optimizer.name=schedule_free_adamw | /needs-schedule.kind
+| optimizer={name: schedule_free_adamw, ema: 0.9} & schedule.kind=constant | optimizer.name/not-with-optimizer.ema
+| optimizer.name=schedule_free_adamw & schedule.kind=constant & strategy={kind: ddp, shard_optimizer: true} | optimizer.name/not-with-strategy.shard_optimizer
+| optimizer.name=schedule_free_adamw & schedule.kind=constant & strategy.cpu_offload={what: optimizer} | strategy.cpu_offload.what/needs-optimizer.name
 | @prefer & data.loss_weights={answer: 0.5} | data.loss_weights/needs-data.kind
 | data.kind=chat & data.loss_weights={answer: 0.5} & data.loss_on=all | data.loss_weights/needs-data.loss_on
 | data.kind=chat & data.loss_weights={answers: 0.5} | data.loss_weights.answers/choice
