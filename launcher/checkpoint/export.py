@@ -50,6 +50,7 @@ from launcher.models.names import clean_name
 from launcher.models.nf4 import round_trip
 from launcher.models.nf4_layers import packable
 from launcher.models.precision import kept_in_float32
+from launcher.models.quantization_aware import header_of, use_qat, with_dtype
 from launcher.models.safetensors_files import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -192,6 +193,10 @@ def open_checkpoint_weights(
         labels=recipe.data.labels,
         new_ids=new_ids,
     )
+    if recipe.model.qat is not None:  # as in training
+        precision = recipe.strategy.mixed_precision
+        computed = getattr(torch, "float32" if precision is None else precision.param_dtype)
+        use_qat(model, describe(model).blocks, recipe.model.qat, dtype=computed)
     read_frozen: Read | None = None
     dtype, source = torch.float32, None
     if is_pretrained(recipe.model):
@@ -316,7 +321,10 @@ def _cast(source: Path, scratch: Path, dtype: torch.dtype | None, *, adapter: bo
         (name, stored.read(name), dtype if dtype and tensor.dtype == most else tensor.dtype)
         for name, tensor in stored.tensors.items()
     )
-    write_tensors(scratch, written, adapter=adapter)
+    header = {} if adapter else header_of(source)
+    if dtype is not None:
+        header = with_dtype(header, dtype)
+    write_tensors(scratch, written, adapter=adapter, header=header)
     if not adapter and dtype is not None:
         config = _read_object(source / "config.json")
         set_dtype(config, dtype)

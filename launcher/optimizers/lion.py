@@ -28,9 +28,8 @@ class Lion(torch.optim.Optimizer):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                weights, gradient = (
-                    local_rows(each)[0] for each in (parameter.detach(), parameter.grad)
-                )
+                weights = local_rows(parameter.detach())[0]
+                gradient = local_rows(parameter.grad)[0]
                 momentum = local_rows(self.state[parameter]["exp_avg"])[0]
                 updates = 1 - self.found_inf.to(weights.device)
                 if self.grad_scale is not None:

@@ -38,7 +38,7 @@ class ScheduleFreeAdamW(torch.optim.Optimizer):
 
     def _update(self, parameter: torch.Tensor, group: Group) -> None:
         state, (beta1, beta2), rate = self.state[parameter], group["betas"], group["lr"]
-        y, gradient = (local_rows(each)[0] for each in (parameter.detach(), parameter.grad))
+        y, gradient = local_rows(parameter.detach())[0], local_rows(parameter.grad)[0]  # type: ignore[arg-type]
         x, second = (local_rows(state[key])[0] for key in (AVERAGE, "exp_avg_sq"))
         updates = 1 - self.found_inf.to(y.device)
         if self.grad_scale is not None:

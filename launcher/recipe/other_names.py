@@ -78,6 +78,7 @@ NAMES = {
     "liger_fused_linear_cross_entropy chunked_cross_entropy",
     "model.compile": "torch_compile",
     "model.neftune_noise_alpha": "neftune_alpha noisy_embedding_alpha",
+    "model.qat": "qat quantizer quantization_aware_training",
     "model.new_tokens": "add_tokens add_special_tokens new_special_tokens_config",
     "model.path": "base_model model_name model_name_or_path pretrained_model_name_or_path",
     "objective.loss": "label_smoothing_factor",
@@ -128,7 +129,6 @@ ABSENT = {
     "the optimizers are those of optimizer.name": "use_galore use_apollo use_badam "
     "use_adam_mini use_q_galore lisa_n_layers relora relora_steps relora_prune_ratio "
     "optim_target_modules",
-    "simulated rounding of weights": "qat quantizer",
     "adapters are LoRA and DoRA, and their first values those of lora.init": "pissa_iter "
     "pissa_convert oft_block_size oft_rank oft_target loftq_config lora_rank_pattern "
     "lora_alpha_pattern peft_layers_to_transform "

@@ -108,6 +108,8 @@ NEEDS: tuple[Needs, ...] = (
     Needs("model.mlp_tile", "model.builder", False),
     Needs("model.mlp_tile", _TENSOR, "1", "; with parts of layers its activations are divided"),
     Needs("model.mlp_tile", _FLOAT8, False),
+    Needs("model.qat", f"model.builder model.compile lora distillation {_FLOAT8}", False),
+    Needs("model.qat", _TENSOR, "1", "; use fsdp"),
     Needs("model.neftune_noise_alpha", "model.builder", False),
     Needs("model.neftune_noise_alpha", "preference kto", False, ": a reference has no noise"),
     Needs(
@@ -379,7 +381,12 @@ def _one_of(recipe: Recipe, keys: Sequence[str]) -> Found:
         yield key, f"not-with-{given[0]}", what
 
 
-_EXTRAS = {"lora": "peft", "images": "PIL", "logging.tensorboard": "tensorboard"}
+_EXTRAS = {
+    "lora": "peft",
+    "model.qat": "torchao",
+    "images": "PIL",
+    "logging.tensorboard": "tensorboard",
+}
 """Keys that need a module of an extra."""
 
 

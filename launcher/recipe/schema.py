@@ -143,6 +143,10 @@ class Model(Section):
     neftune_noise_alpha: PositiveFloat | None = None
     """NEFTune (Jain et al., 2023): in training, uniform noise of at most this / sqrt(tokens of a row x
     hidden size) on the embeddings. 5 to 15 in the paper. null: none."""
+    qat: Literal["int8", "int4"] | None = None
+    """Quantization-aware training: the linear layers of the blocks multiply with the numbers that their
+    weights have in 8 or 4 bits, and exports have these, for torchao. int8: a scale for each row. int4: for
+    each 32 numbers of a row. null: none."""
     router_balance: Literal["global_batch", "micro_batch"] = "global_batch"
     """With output_router_logits: true in the config of a mixture of experts, what its balance loss is
     of. global_batch: of the step's tokens on all ranks, with the shares of the experts in the step

@@ -481,6 +481,15 @@ def compare_precisions_and_models(worker):
                     f"{name} {where}", [*overrides, own], ranks=ranks, accumulation=2, compare=False
                 )
 
+    for strategy, ranks in (("ddp", 1), ("ddp", 2), ("fsdp", 2), ("offload", 4)):
+        train(
+            f"qat {strategy} ranks={ranks}",
+            [*STRATEGIES[strategy], "model.qat=int8"],
+            ranks=ranks,
+            accumulation=2,
+            compare=False,
+        )
+
     initial_weights(worker)
     finals = {}
     for strategy in ("ddp", "fsdp"):

@@ -11,7 +11,7 @@ from tests.unit.optimizers.test_optimizer import schedule_free_inputs
 
 def main() -> None:
     """Prints the trained weights y and the averages x after the steps of the test."""
-    from schedulefree import AdamWScheduleFree
+    from schedulefree import AdamWScheduleFree  # type: ignore[import-not-found]
 
     weights, gradients = schedule_free_inputs()
     parameters = [torch.nn.Parameter(values.clone()) for values in weights]

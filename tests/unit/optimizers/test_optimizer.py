@@ -427,7 +427,7 @@ def test_lion_is_the_published_algorithm():
     torch.manual_seed(0)
     model = nn.Linear(6, 7)
     section = schema.Optimizer(name="lion", learning_rate=0.01, betas=(0.9, 0.99), weight_decay=0.3)
-    optimizer = make_optimizer(model, section)
+    optimizer: Any = make_optimizer(model, section)
     assert {key for state in optimizer.state.values() for key in state} == {"exp_avg"}
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.zeros(())
     expected = {p: (p.detach().clone(), torch.zeros_like(p)) for p in model.parameters()}
@@ -499,7 +499,7 @@ def schedule_free_run():
     section = schema.Optimizer(
         name="schedule_free_adamw", betas=(0.9, 0.95), weight_decay=0.1, learning_rate=1.0
     )
-    optimizer = make_optimizer(model, section)
+    optimizer: Any = make_optimizer(model, section)
     optimizer.grad_scale = torch.tensor(4.0)
     for rate, each in zip(rates, gradients, strict=True):
         for skipped in (True, False):

@@ -243,6 +243,12 @@ IN_ARGUMENTS = r"""
 | data.message_weights=true | /needs-data.kind
 | data.kind=chat & data.message_weights=true & data.loss_on=all | data.message_weights/needs-data.loss_on
 | data.loss_weights={answer: 0.5} | /needs-data.kind
+| model.qat=int3 | /choice
+| model.qat=int4 & lora={rank: 4} | model.qat/not-with-lora
+| model.qat=int4 & model.compile=true | model.qat/not-with-model.compile
+2 | model.qat=int8 & strategy={kind: fsdp, tensor_parallel_size: 2} | model.qat/needs-strategy.tensor_parallel_size
+| model.qat=int8 & strategy.mixed_precision={param_dtype: bfloat16, float8: rowwise} | model.qat/not-with-strategy.mixed_precision.float8
+| @teach & model.qat=int8 | model.qat/not-with-distillation
 | optimizer={name: lion, eps: 1.0e-6} | optimizer.eps/needs-optimizer.name
 | optimizer={name: lion, state_dtype: int8} | optimizer.state_dtype/needs-optimizer.name
 | optimizer.name=schedule_free_adamw | /needs-schedule.kind
