@@ -146,8 +146,12 @@ def _blocks(weight: torch.Tensor, qat: Qat) -> tuple[int, int]:
 @torch.no_grad()
 def rounded(weight: torch.Tensor, qat: Qat) -> torch.Tensor:
     """A weight (outputs, inputs) with the numbers that it has in int8 or int4, in its dtype: whole
-    multiples of the scale of their row, or group of 32, which is its largest absolute number over 127.5,
-    or 7.5."""
+    multiples of the scale of their row, or group of 32, which is as small as its smallest and largest
+    number allow, of which one is a whole multiple.
+
+    torchao's default (SYMMETRIC) has a scale by which the largest absolute number lies in the middle
+    between two multiples. Sums of gradients in another order then decide, in half of the groups, to which
+    one it is rounded, and runs on other numbers of ranks differ."""
     from torchao.quantization import (
         MappingType,
         choose_qparams_affine,
@@ -158,7 +162,7 @@ def rounded(weight: torch.Tensor, qat: Qat) -> torch.Tensor:
     block, (low, high) = _blocks(weight, qat), _LIMITS[qat]
     scale, zero = choose_qparams_affine(
         weight,
-        MappingType.SYMMETRIC,
+        MappingType.SYMMETRIC_NO_CLIPPING_ERR,
         block,
         torch.int8,
         low,
@@ -184,7 +188,7 @@ def stored_form(
         weight.to(layer.compute_dtype),
         _blocks(weight, layer.qat),
         getattr(torch, layer.qat),
-        mapping_type=MappingType.SYMMETRIC,
+        mapping_type=MappingType.SYMMETRIC_NO_CLIPPING_ERR,
     )
     tensors, about = flatten_tensor_state_dict({name: whole})
     return tensors, about
@@ -228,7 +232,7 @@ def write_qat_config(model: nn.Module, file: Path) -> None:
     layers = dict(qat_layers(model))
     if not layers:
         return
-    from torchao.quantization import IntxWeightOnlyConfig, PerAxis, PerGroup
+    from torchao.quantization import IntxWeightOnlyConfig, MappingType, PerAxis, PerGroup
     from transformers import TorchAoConfig
 
     qat = next(iter(layers.values())).qat
@@ -236,7 +240,10 @@ def write_qat_config(model: nn.Module, file: Path) -> None:
     linears = {clean_name(n) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     others = sorted(linears - layers.keys())
     how = TorchAoConfig(
-        IntxWeightOnlyConfig(getattr(torch, qat), granularity), modules_to_not_convert=others
+        IntxWeightOnlyConfig(
+            getattr(torch, qat), granularity, mapping_type=MappingType.SYMMETRIC_NO_CLIPPING_ERR
+        ),
+        modules_to_not_convert=others,
     )
     config = json.loads(file.read_text(encoding="utf-8"))
     config["quantization_config"] = how.to_dict()

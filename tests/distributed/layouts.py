@@ -180,6 +180,7 @@ VARIANTS = {
     "experts 2, muon": [EP + "2", "optimizer.name=muon", "optimizer.momentum=0.95"],
     "experts 4, sgd": [EP + "4", *SGD],
     "experts 2, schedule-free": [EP + "2", *FREE],
+    "experts 2, qat": [EP + "2", "model.qat=int8"],
     "experts 2, int8": [EP + "2", "optimizer.state_dtype=int8"],
 }
 _COMPILED = "model.compile=true"
@@ -216,6 +217,7 @@ _OF_REFERENCE = (
     "schedule.",
     "data.",
     "lora=",
+    "model.qat",
     "model.task",
     "model.num",
     "optimizer.",

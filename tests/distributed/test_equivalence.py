@@ -137,14 +137,10 @@ def test_offloaded_optimizer_state_is_bit_identical(optimizers, name):
 
 @pytest.mark.parametrize("name", ["ddp ranks=2", "fsdp ranks=2", "offload ranks=4"])
 def test_rounded_weights_do_not_depend_on_sharding(others, name):
-    """A layer rounds its whole weight, in each micro-batch (model.qat). Later, a weight that is nearly
-    between two values is rounded to either, as sums of gradients in another order differ."""
+    """A layer rounds its whole weight, in each micro-batch (model.qat)."""
     note, reference = others[f"qat {name}"], others["qat ddp ranks=1"]
-    pairs = zip(note["losses"], reference["losses"], strict=True)
-    gaps = [abs(a - b) / b for a, b in pairs]
-    assert max(gaps[:2]) <= 1e-6, gaps
-    assert max(gaps) <= 3e-5, gaps
-    assert deviation(note["norms"], reference["norms"]) <= 1e-3
+    assert deviation(note["losses"], reference["losses"]) <= 1e-6
+    assert deviation(note["norms"], reference["norms"]) <= 1e-5
     assert deviation(reference["losses"], others["plain"]["losses"]) > 1e-5
 
 

@@ -188,6 +188,7 @@ AXOLOTL_KEYS = [
     ("fp16: true\nbf16: false", {"strategy.mixed_precision.param_dtype": "float16"}),
     ("tf32: false", {"run.float32_matmul": "highest"}),
     ("optimizer: lion_8bit", {"optimizer.name": "lion"}),
+    ("qat: {weight_dtype: int4, group_size: 32}", {"model.qat": "int4"}),
     ("optimizer: schedule_free_adamw",
      {"optimizer.name": "schedule_free_adamw", "schedule.kind": "constant"}),
     ("chat_template: qwen3", {"data.kind": "chat", "data.chat_template": "qwen3"}),
@@ -213,6 +214,8 @@ def test_keys_of_axolotl(tmp_path, more, expected):
 LOST = [
     ("optimizer: ademamix", "optimizer"),
     ("lr_scheduler: rex", "lr_scheduler"),
+    ("qat: {weight_dtype: int4, activation_dtype: int8}", "qat.activation_dtype"),
+    ("qat: {weight_dtype: int8, group_size: 64}", "qat.group_size"),
     ("rl: grpo", "rl"),
     ("num_epochs: 1.5", "num_epochs"),
     ("plugins: [axolotl.integrations.diffusion.DiffusionPlugin]", "plugins"),

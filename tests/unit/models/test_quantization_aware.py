@@ -47,7 +47,7 @@ def by_hand(weight, qat):
     for row in range(len(weight)):
         for first in range(0, weight.shape[1], group):
             part = weight[row, first : first + group]
-            scale = part.abs().max() / (high + 0.5)
+            scale = max(part.max() / high, -part.min() / (high + 1))
             codes = (part * (1 / scale)).round().clamp(-high - 1, high)
             found[row, first : first + group] = codes * scale
     return found
@@ -60,7 +60,8 @@ def test_weights_are_rounded_as_by_hand_and_by_torchao(qat):
     found = rounded(weight, qat)
     torch.testing.assert_close(found, by_hand(weight, qat), rtol=1e-6, atol=1e-7)
     granularity = torchao.PerGroup(32) if qat == "int4" else torchao.PerAxis(0)
-    config = torchao.IntxWeightOnlyConfig(getattr(torch, qat), granularity)
+    mapping = torchao.MappingType.SYMMETRIC_NO_CLIPPING_ERR
+    config = torchao.IntxWeightOnlyConfig(getattr(torch, qat), granularity, mapping)
     for dtype in DTYPES:
         layer = nn.Sequential(nn.Linear(96, 6, bias=False, dtype=dtype))
         layer[0].weight.data.copy_(weight)
