@@ -168,6 +168,7 @@ def test_what_is_refused():
         prepared(made("gpt2", n_embd=64, n_head=4), "int8")
 
 
+@pytest.mark.slow
 def test_a_missing_package_is_named():
     code = (
         "import sys; sys.modules['torchao'] = None; sys.modules['torchao.quantization'] = None\n"
