@@ -51,6 +51,7 @@ from launcher.models.names import clean_name
 from launcher.models.nf4 import round_trip
 from launcher.models.nf4_layers import packable
 from launcher.models.precision import kept_in_float32
+from launcher.models.quantization_aware import header_of, use_qat, with_dtype
 from launcher.models.safetensors_files import (
     ADAPTER,
     ADAPTER_CONFIG,
@@ -187,7 +188,8 @@ def open_checkpoint_weights(
     """
     recipe, state = recipe_of(checkpoint), read_state(checkpoint)
     refuse_code(recipe, checkpoint / STATE, trust_run=trust_run)
-    if ema and recipe.optimizer.ema is None:
+    ema = ema or recipe.optimizer.schedule_free
+    if ema and not recipe.optimizer.averages:
         raise RecipeError(f"export: weights: ema: the run of {checkpoint} has no optimizer.ema")
     new_ids = new_token_ids(tokenizer_name(recipe.data, recipe.model))
     model = build_with_tokens(
@@ -196,6 +198,10 @@ def open_checkpoint_weights(
         labels=recipe.data.labels,
         new_ids=new_ids,
     )
+    if recipe.model.qat is not None:  # as in training
+        precision = recipe.strategy.mixed_precision
+        computed = getattr(torch, "float32" if precision is None else precision.param_dtype)
+        use_qat(model, describe(model).blocks, recipe.model.qat, dtype=computed)
     read_frozen: Read | None = None
     dtype, source = torch.float32, None
     if is_pretrained(recipe.model):
@@ -321,7 +327,10 @@ def _cast(source: Path, scratch: Path, dtype: torch.dtype | None, *, adapter: bo
         (name, stored.read(name), dtype if dtype and tensor.dtype == most else tensor.dtype)
         for name, tensor in stored.tensors.items()
     )
-    write_tensors(scratch, written, adapter=adapter)
+    header = {} if adapter else header_of(source)
+    if dtype is not None:
+        header = with_dtype(header, dtype)
+    write_tensors(scratch, written, adapter=adapter, header=header)
     if not adapter and dtype is not None:
         config = _read_object(source / "config.json")
         set_dtype(config, dtype)

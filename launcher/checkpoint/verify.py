@@ -32,6 +32,7 @@ from launcher.models.description import describe, is_classifier, text_config
 from launcher.models.hugging_face_files import PROCESSOR, exported_tensors
 from launcher.models.new_rows import grow_vocabulary
 from launcher.models.predictions import logits_of
+from launcher.models.quantization_aware import header_of
 from launcher.models.safetensors_files import ADAPTER, ADAPTER_CONFIG, open_files, open_folder
 from launcher.models.towers import features_of
 from launcher.reliability.json_files import Json
@@ -186,8 +187,9 @@ def _load_exported(
     a model of the run takes of an attachment of each kind."""
     import transformers
 
-    options["dtype"] = torch.float32
     adapter = (out / ADAPTER_CONFIG).is_file()
+    # Weights that torchao reads give numbers of the dtype in the files only
+    options["dtype"] = "auto" if not adapter and header_of(out) else torch.float32
     if adapter:
         import peft
 

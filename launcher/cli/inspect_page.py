@@ -107,7 +107,11 @@ def print_page(
         weights = mixture_weights(data.train.values())
     page = Page(as_html=html is not None)
     streamed = f"the first {_STREAMED:,} rows" if data.streaming else "in the order of the run"
-    page.title(f"{recipe.run.name} · {name}", "validation" if validates else streamed)
+    page.title(
+        f"{recipe.run.name} · {name}",
+        "validation" if validates else streamed,
+        weighted=any(dataset.store.weights is not None for dataset in opened.values()),
+    )
     name_of_tokenizer = tokenizer_name(data, recipe.model)
     decoder = load_decoder(data.tokenizer and name_of_tokenizer, name_of_tokenizer)
     shown = itertools.islice(_order(opened, weights, seed, shuffle=shuffle), samples)
@@ -254,17 +258,24 @@ class Span(NamedTuple):
     loss: bool
     """The tokens are targets."""
     special: bool
+    weight: float = 1.0
+    """Of each target in the loss."""
 
 
-def spans(ids: Sequence[int], loss: Sequence[bool], decoder: Decoder) -> Iterator[Span]:
-    """Spans of tokens with and without loss; a special token is a span of its own, and so are equal
-    ones in a row, such as those of an attachment."""
+def spans(
+    ids: Sequence[int],
+    loss: Sequence[bool],
+    decoder: Decoder,
+    weights: Sequence[float] | None = None,
+) -> Iterator[Span]:
+    """Spans of tokens with and without loss, and of one weight; a special token is a span of its own,
+    and so are equal ones in a row, such as those of an attachment. weights: of the targets; None: 1."""
     sorts = [
-        (learned, token if token in decoder.special else None)
-        for token, learned in zip(ids, loss, strict=True)
+        (learned, token if token in decoder.special else None, weight if learned else 1.0)
+        for token, learned, weight in zip(ids, loss, weights or [1.0] * len(ids), strict=True)
     ]
     end, before = 0, ""
-    for (learned, special), run in itertools.groupby(sorts):
+    for (learned, special, weight), run in itertools.groupby(sorts):
         count = len(list(run))
         end += count
         # The text of a token may depend on those before it, so all of them are decoded
@@ -274,16 +285,19 @@ def spans(ids: Sequence[int], loss: Sequence[bool], decoder: Decoder) -> Iterato
         text = whole[len(before) :]
         if special is not None and count > 1:
             text = f"{text[: len(text) // count]}×{count:,}"
-        yield Span(text.translate(_SYMBOLS), learned, special is not None)
+        yield Span(text.translate(_SYMBOLS), learned, special is not None, weight)
         before = whole
 
 
 def _marked(all_spans: Iterator[Span]) -> Text:
-    """Tokens with loss in brackets; on a terminal also in color."""
+    """Tokens with loss in brackets, after their weight if it is not 1; on a terminal also in color."""
     text = Text()
-    for loss, group in itertools.groupby(all_spans, key=lambda span: span.loss):
-        usual, special = ("green", "black on green") if loss else ("dim", "black on white")
+    for (loss, weight), group in itertools.groupby(all_spans, key=lambda s: (s.loss, s.weight)):
+        color = "green" if weight == 1 else "yellow" if weight < 1 else "magenta"
+        usual, special = (color, f"black on {color}") if loss else ("dim", "black on white")
         text.append("⟦" if loss else "")
+        if weight != 1:
+            text.append(f"{weight:g}×", style=f"bold {color}")
         for span in group:
             text.append(span.text, style=special if span.special else usual)
         text.append("⟧" if loss else "")
@@ -328,12 +342,15 @@ class Page:
             problem = f"command line: {file}: cannot be written: {error.strerror}"
             raise RecipeError(problem) from None
 
-    def title(self, title: str, what: str, *, marks: bool = True) -> None:
-        """Prints what is inspected. marks: tokens with loss are marked."""
+    def title(self, title: str, what: str, *, marks: bool = True, weighted: bool = False) -> None:
+        """Prints what is inspected. marks: tokens with loss are marked. weighted: with weights."""
         self._print()
         self._print(Text.assemble((title, "bold"), (f"   {what}", "dim")))
         if marks:
-            self._print(Text.assemble(("⟦tokens with loss⟧", "green"), ", and tokens without"))
+            line = Text.assemble(("⟦tokens with loss⟧", "green"), ", ")
+            if weighted:
+                line.append("⟦0.5×those with half the weight⟧", style="yellow").append(", ")
+            self._print(line.append("and tokens without"))
 
     def part(self, heading: Sequence[str]) -> None:
         """Prints a heading."""
@@ -381,13 +398,16 @@ class Page:
             if before:
                 self._print(f"… {before:,} tokens of it come before these", "cyan")
             loss = dataset_objective(dataset).marks(dataset, row, start, end)
+            weights = None if store.weights is None else store.weights[start:end].tolist()
             first = 0
             for part, end_of_part in dataset_objective(dataset).parts(dataset, document):
                 last = min(end_of_part - before, end - start)
                 if part and shown + first < most:
                     self._print(f"{part}:", "cyan")
                 decoded = ids[shown + first : min(most, shown + last)].tolist()
-                self._print(_marked(spans(decoded, loss[first : first + len(decoded)], decoder)))
+                here = slice(first, first + len(decoded))
+                of_part = None if weights is None else weights[here]
+                self._print(_marked(spans(decoded, loss[here], decoder, of_part)))
                 first = last
             shown += end - start
             for one in store.attachments_between(start, end):

@@ -108,6 +108,9 @@ class Turn:
     """The token that ends the turn if the conversation ends with it; None: the eos_token."""
     weight: float = 1.0
     """Of each of its tokens (data.message_weights)."""
+    parts: tuple[tuple[int, float], ...] = ()
+    """Where each part of the message begins in the text, and its weight, times which that of the
+    turn counts (data.loss_weights). The last part has what ends the turn. Empty: all have 1."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,15 @@ class Rendered:
 
         replacements = iter(texts)
         text = re.sub(re.escape(placeholder), lambda _: next(replacements), self.text)
-        turns = [replace(turn, start=moved(turn.start), end=moved(turn.end)) for turn in self.turns]
+        turns = [
+            replace(
+                turn,
+                start=moved(turn.start),
+                end=moved(turn.end),
+                parts=tuple((moved(start), weight) for start, weight in turn.parts),
+            )
+            for turn in self.turns
+        ]
         return replace(self, text=text, turns=turns, attachments=(*self.attachments, *attachments))
 
 
@@ -220,7 +231,8 @@ class ChatTemplate:
             raise RowError(f"the conversation {HALF_PAIR}") from None
         for modality, sources in chat.attached:
             rendered = modality.expand(rendered, sources)
-        return replace(rendered, weight=chat.weight, weighted=chat.weights is not None)
+        weighted = chat.weights is not None or chat.part_weights is not None
+        return replace(rendered, weight=chat.weight, weighted=weighted)
 
     def _in_json(self, chat: Chat, form: Form) -> Rendered:
         """The rendering, with arguments of calls as JSON also where the template prints each one by
@@ -270,7 +282,10 @@ class ChatTemplate:
     def _render(self, chat: Chat, messages: list[Message]) -> Rendered:
         messages = self._opened(messages, chat.tools)
         if chat.loss == "answers":
-            return self._render_answers(messages, chat.tools, chat.learned, chat.weights or {})
+            rendered = self._render_answers(messages, chat.tools, chat.learned, chat.weights or {})
+            return (
+                rendered if chat.part_weights is None else self._divided(rendered, messages, chat)
+            )
         if chat.loss == "none":
             text = self.apply(messages, chat.tools, add_generation_prompt=True)
             return Rendered(text, [], closed=False)
@@ -338,6 +353,26 @@ class ChatTemplate:
             replace(turn, weight=weights.get(at, 1.0)) for at, turn in learned_turns.items()
         ]
         return Rendered(text, weighted, closed and last in learned_turns)
+
+    def _divided(self, rendered: Rendered, messages: list[Message], chat: Chat) -> Rendered:
+        """The turns with their parts. Another rendering has placeholders in the place of reasoning,
+        content and names of calls; with their texts it must be the same. Raises RowError."""
+        assert chat.part_weights is not None
+        probes, texts = _with_named_texts(messages)
+        try:
+            probe = self._render_answers(probes, chat.tools, chat.learned, {})
+        except RowError as error:
+            raise RowError(f"{_MIXED_PARTS} ({error})") from None
+        turns = []
+        if len(probe.turns) == len(rendered.turns):
+            for turn, other in zip(rendered.turns, probe.turns, strict=True):
+                written = rendered.text[turn.start : turn.end]
+                parts = _parts(written, probe.text[other.start : other.end], texts)
+                starts = ((turn.start + at, chat.part_weights.get(part, 1.0)) for at, part in parts)
+                turns.append(replace(turn, parts=tuple(starts)))
+        if not all(turn.parts for turn in turns) or len(turns) < len(rendered.turns):
+            raise RowError(_MIXED_PARTS)
+        return replace(rendered, turns=turns)
 
     def note(self, subject: str, text: str) -> None:
         """Logs the first note of this subject."""
@@ -416,14 +451,19 @@ class ChatTemplate:
                 ids, learned = np.append(ids, np.int32(end)), np.append(learned, True)
                 after = len(ids)
             learned[first:after] = True
-            spans.append((first, after, turn.weight))
-        labels = np.where(learned, ids, np.int32(IGNORED)).astype(np.int32)
+            # Of two parts, a token belongs to the later one, as does one at the start of a turn
+            for start, weight in turn.parts or ((turn.start, 1.0),):
+                begin = max(first, int(np.searchsorted(ends, start, side="right")))
+                spans.append((begin, after, turn.weight * weight))
         weights = attachments = None
         if rendered.weight is not None or rendered.weighted:
             row = 1.0 if rendered.weight is None else rendered.weight
             weights = np.full(len(ids), row, np.float32)
             for first, after, weight in spans:
                 weights[first:after] = row * weight
+                learned[first:after] = weight > 0
+            weights[~learned] = row
+        labels = np.where(learned, ids, np.int32(IGNORED)).astype(np.int32)
         if modalities:
             attached = [token for modality in modalities for token in modality.token_ids]
             labels = np.where(np.isin(ids, attached), np.int32(IGNORED), labels)
@@ -1039,6 +1079,91 @@ def _with_placeholders(messages: list[Message]) -> list[Message]:
 
 def _placeholders(number: int) -> tuple[str, str]:
     return f"{_PLACEHOLDER}{number}t", f"{_PLACEHOLDER}{number}c"
+
+
+# The parts of a message: reasoning, calls and answer (data.loss_weights)
+
+_MIXED_PARTS = (
+    "the chat template does not show which text is reasoning, calls and answer (data.loss_weights); "
+    "set data.chat_template to a template that writes them one after the other, unchanged"
+)
+_NAMED_TEXT = re.compile(rf"{_PLACEHOLDER}\d+(?P<part>t|c|n\d+e)")
+_PARTS = {"t": "reasoning", "c": "answer", "n": "calls"}
+_CLOSES_PART = re.compile(
+    r"(</[^<>]+>|<\|END_\w+\|>|<\w+\|>|<\|end\|>|\[/\w+\]|◁/\w+▷)\s*", re.ASCII
+)
+"""A mark that ends reasoning or a text, with the white space after it."""
+
+
+def _with_named_texts(messages: list[Message]) -> tuple[list[Message], dict[str, str]]:
+    """The messages with a placeholder in the place of each reasoning, content and name of a call of
+    the assistant; and the texts that these stand for. White space around a text stays."""
+    texts: dict[str, str] = {}
+
+    def name(text: object, placeholder: str) -> object:
+        if not isinstance(text, str) or not text.strip():
+            return text
+        texts[placeholder] = text.strip()
+        before, after = text[: -len(text.lstrip())], text[len(text.rstrip()) :]
+        return f"{before}{placeholder}{after}"
+
+    def named(call: Any, number: int, at: int) -> Any:
+        if not isinstance(call, dict):
+            return call
+        if "function" in call:
+            return {**call, "function": named(call["function"], number, at)}
+        return {**call, "name": name(call.get("name"), f"{_PLACEHOLDER}{number}n{at}e")}
+
+    probes = []
+    for number, message in enumerate(messages):
+        probe = dict(message)
+        if message["role"] == "assistant":
+            thought_there, said_there = _placeholders(number)
+            content = message["content"]
+            thought = _THOUGHT.match(content or "")
+            if thought:
+                begin, end = thought.span(1)
+                probe["content"] = (
+                    f"{content[:begin]}{name(thought[1], thought_there)}"
+                    f"{content[end : thought.end()]}{name(content[thought.end() :], said_there)}"
+                )
+            else:
+                probe["content"] = name(content, said_there)
+                given = [key for key in REASONING if message.get(key)]
+                probe |= {key: name(message[key], thought_there) for key in given}
+            if calls := message.get("tool_calls"):
+                probe["tool_calls"] = [named(call, number, at) for at, call in enumerate(calls)]
+            if call := message.get("function_call"):
+                probe["function_call"] = named(call, number, 0)
+        probes.append(probe)
+    return probes, texts
+
+
+def _parts(written: str, probed: str, texts: Mapping[str, str]) -> list[tuple[int, str]]:
+    """Where each part of a turn begins, and its name. Empty: they are not known.
+
+    What a template writes between two parts belongs to the earlier one up to the mark that closes it,
+    such as </think>, else to the later one. After a call all belongs to the calls. An empty thought
+    before the first part is reasoning. written: the turn; probed: the turn with placeholders; texts:
+    what they stand for.
+    """
+    parts = list[tuple[int, str]]()
+    current, length, at = "", 0, 0
+    for found in _NAMED_TEXT.finditer(probed):
+        between, part = probed[at : found.start()], _PARTS[found["part"][0]]
+        if part != current:
+            closed = 0
+            for mark in _CLOSES_PART.finditer(between):
+                closed = mark.end()
+            if current == "calls":
+                closed = len(between)
+            if not current and closed and part != "reasoning":
+                parts.append((0, "reasoning"))
+            parts.append((length + closed if parts else 0, part))
+        current, at = part, found.end()
+        length += len(between) + len(texts.get(found[0], ""))
+    restored = _NAMED_TEXT.sub(lambda found: texts.get(found[0], found[0]), probed)
+    return parts if restored == written else []
 
 
 def _check_calls(message: Message, written: str, what: str) -> None:

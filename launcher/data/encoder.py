@@ -92,6 +92,7 @@ _SETTINGS: dict[str, Callable[[RowKind], bool]] = {
     "message_weights": lambda kind: kind is KINDS["chat"],
     "documents": lambda kind: kind.loss_on == "texts",
     "pair_template": lambda kind: kind is KINDS["reranking"],
+    "loss_weights": lambda kind: kind is KINDS["chat"],
 }
 """Further keys of data that change the tokens, and whether rows of a kind read them."""
 

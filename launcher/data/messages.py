@@ -87,6 +87,9 @@ class Chat:
     """The indices of the answers that carry loss."""
     weights: Mapping[int, float] | None = None
     """By index, those of the answers that carry loss (data.message_weights); None: each has 1."""
+    part_weights: Mapping[str, float] | None = None
+    """Of the parts of answers: reasoning, calls and answer, where not 1 (data.loss_weights); None: each
+    has 1."""
     tools_column: str | None = None
     attached: Sequence[tuple[Modality, list[Source]]] = ()
     """The attachments of each kind that rows may have, in the order of their places."""
@@ -145,7 +148,13 @@ def chat_of_row(
     if encoder.settings.get("message_weights"):
         weights = {at: float(messages[at].get("loss", 1.0)) for at in chat.learned}
         chat = replace(chat, weights=weights)
-    return replace(chat, tools_column=column, attached=attached, weight=weight)
+    return replace(
+        chat,
+        part_weights=encoder.settings.get("loss_weights"),
+        tools_column=column,
+        attached=attached,
+        weight=weight,
+    )
 
 
 def chat_of(

@@ -171,7 +171,7 @@ def _strategies(
         "ddp, ZeRO-1": (replace(ddp, shard_optimizer=True), None),
         "fsdp, offload, checkpointing": (offload, checkpointing),
     }
-    if recipe.optimizer.name in ("adamw", "sgd"):
+    if recipe.optimizer.name in ("adamw", "sgd", "lion"):
         only_state = replace(fsdp, cpu_offload=CpuOffload(what="optimizer"))
         strategies["fsdp, optimizer state offloaded"] = only_state, None
     copies = own.replicate if own.replicate > 1 else 2

@@ -8,6 +8,7 @@ from launcher.errors import RecipeError
 
 EXTRAS = {
     "peft": ("peft", "lora"),
+    "torchao": ("torchao", "qat"),
     "PIL": ("pillow", "images"),
     "pyarrow": ("pyarrow", "datasets"),
     "datasets": ("datasets", "datasets"),

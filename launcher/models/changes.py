@@ -32,6 +32,7 @@ from launcher.models.lora import add_adapters
 from launcher.models.new_rows import grow_vocabulary
 from launcher.models.nf4_layers import quantize_blocks
 from launcher.models.precision import kept_in_float32
+from launcher.models.quantization_aware import check_names, use_qat
 from launcher.models.record import record_of
 from launcher.models.recurrent import separate_documents, use_operators_without_values
 from launcher.models.tiled_mlp import tile_mlps
@@ -105,9 +106,15 @@ def change_weights(
     if float8 is not None:
         use_float8(blocks, float8, device=device, dtype=dtype, model=model)
         record_of(model).float8 = True
+    # So that the model rounds as its export
+    if section.qat is not None:
+        use_qat(model, blocks, section.qat, dtype=dtype)
     # Before adapters: a checkpoint has the names of the layers without them, and it may untie the
     # embeddings
     init_fn, stored_dtype, source = starting_weights(section, model, seed=seed, new_ids=new_ids)
+    # After the checkpoint, by which transformers' conversions of names are known
+    if section.qat is not None:
+        check_names(model)
     # After the checkpoint, which sets anew what is trained
     if attachments:
         use_towers(model, attachments, blank)

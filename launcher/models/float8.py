@@ -45,7 +45,7 @@ def use_float8(
     torchao is not installed, or for a GPU or a model that cannot compute in float8.
     """
     _check_gpu(device)
-    spared = {module for module in blocks.values() for module in _spared(module, model)}
+    spared = {module for module in blocks.values() for module in spared_linears(module, model)}
 
     def converts(module: nn.Module, name: str) -> bool:
         # Some subclasses, such as that of nn.MultiheadAttention, are never called
@@ -112,7 +112,7 @@ def describe_float8(model: nn.Module, blocks: Iterable[nn.Module]) -> str:
     return text + (f"; {experts} weights of experts are not converted" if experts else "")
 
 
-def _spared(block: nn.Module, model: nn.Module | None) -> Iterator[nn.Module]:
+def spared_linears(block: nn.Module, model: nn.Module | None) -> Iterator[nn.Module]:
     """Linears of a block that choose experts or weigh heads, that other code reads by weight, or that
     the model keeps in float32 (the weights of DeepSeek-V3.2's indexer)."""
     yield from read_by_weight(block)

@@ -32,6 +32,12 @@ from launcher.models.adapted import (
 from launcher.models.config_files import write_config, write_generation_config
 from launcher.models.names import clean_name
 from launcher.models.nf4 import packed_names, parts_of_rows, shape_of, unpacked
+from launcher.models.quantization_aware import (
+    file_header,
+    qat_layers,
+    stored_form,
+    write_qat_config,
+)
 from launcher.models.record import record_of, whole_model
 from launcher.models.safetensors_files import ADAPTER_CONFIG, write_tensors
 from launcher.models.tensor_names import export_conversions
@@ -219,11 +225,12 @@ def write_weights(
             for name, tensor in source.read_copied():
                 yield name, tensor, tensor.dtype
 
-    write_tensors(folder, whole_model())
+    write_tensors(folder, whole_model(), header=file_header(model, dtype))
     config = copy.deepcopy(model.config)
     if adapted_ties(model, adapted_weights(model)):
         config_untied(config)
     write_config(config, folder, source=folder_of_source, dtype=dtype)
+    write_qat_config(model, folder / "config.json")
     write_generation_config(model, folder, source=folder_of_source)
     if folder_of_source is not None:
         code = ("*.py",) if hasattr(config, "auto_map") else ()
@@ -279,12 +286,16 @@ def exported_tensors(
             read_adapter=read_adapter,
         )
     ignored = names_not_saved(model)
+    qat = {f"{name}.weight": layer for name, layer in qat_layers(model)}
     conversions = export_conversions(model, [name for name in names if name not in ignored])
     with task("converting weights", len(conversions)) as advance:
         for conversion in conversions:
             tensors = {name: read(name) for name in conversion.names()}
-            if convert:
-                yield from conversion.convert(tensors).items()
+            for name, tensor in conversion.convert(tensors).items() if convert else ():
+                if name in qat:
+                    yield from stored_form(name, qat[name], tensor)[0].items()
+                else:
+                    yield name, tensor
             del tensors  # before the next ones are read
             advance(1)
 

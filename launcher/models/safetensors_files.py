@@ -283,13 +283,17 @@ def open_files(files: Iterable[Path], *, key: str = "model.path") -> StoredTenso
 
 
 def write_tensors(
-    folder: Path, tensors: Iterable[tuple[str, torch.Tensor, torch.dtype]], *, adapter: bool = False
+    folder: Path,
+    tensors: Iterable[tuple[str, torch.Tensor, torch.dtype]],
+    *,
+    adapter: bool = False,
+    header: Mapping[str, str] | None = None,
 ) -> None:
     """Writes model.safetensors, or files of MAX_FILE_BYTES with an index, as transformers names
     them; of an adapter always one file.
 
     Each tensor comes with its name, and with the dtype to which floating-point values are cast.
-    Those of one file are held in memory. Raises OSError if they cannot be written.
+    Those of one file are held in memory. header: further metadata of each file. Raises OSError if they cannot be written.
     """
     limit = math.inf if adapter else MAX_FILE_BYTES
     held: dict[str, torch.Tensor] = {}
@@ -299,11 +303,11 @@ def write_tensors(
         dtype = dtype if tensor.is_floating_point() else tensor.dtype
         copy = tensor.detach().to("cpu", dtype, copy=True, memory_format=torch.contiguous_format)
         if held and size + copy.nbytes > limit:
-            _save(held, folder / f"part-{number}")
+            _save(held, folder / f"part-{number}", header or {})
             held, number, size = {}, number + 1, 0
         held[name], file_of[name] = copy, number
         size, total = size + copy.nbytes, total + copy.nbytes
-    _save(held, folder / f"part-{number}")
+    _save(held, folder / f"part-{number}", header or {})
     if number == 1:
         (folder / "part-1").rename(folder / (ADAPTER if adapter else SINGLE))
         return
@@ -315,10 +319,10 @@ def write_tensors(
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:
+def _save(tensors: dict[str, torch.Tensor], file: Path, header: Mapping[str, str]) -> None:
     try:
         with mode_of_umask(file):
-            save_file(tensors, file, metadata={"format": "pt"})
+            save_file(tensors, file, metadata={"format": "pt", **header})
     except SafetensorError as error:  # such as a full disk
         raise OSError(f"{file} cannot be written: {error}") from None
     flush_path(file)  # now, because flushing all files at the end would take minutes at once

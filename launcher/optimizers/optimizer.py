@@ -17,10 +17,12 @@ from launcher.models.names import clean_name
 from launcher.models.shards import local_rows
 from launcher.optimizers.adafactor import Adafactor
 from launcher.optimizers.average import create_averages
+from launcher.optimizers.lion import Lion
 from launcher.optimizers.low_precision import Group, LowPrecisionAdamW, State
 from launcher.optimizers.matrices import decayed_parameters, orthogonalized_parameters
 from launcher.optimizers.muon import Muon
 from launcher.optimizers.offload import OffloadedOptimizer, StateFile
+from launcher.optimizers.schedule_free import ScheduleFreeAdamW
 from launcher.recipe import schema
 
 LearningRate = Callable[[int], float]
@@ -100,7 +102,7 @@ def make_optimizer(
     if where is not None and (where.what == "optimizer" or where.optimizer_path):
         return OffloadedOptimizer(made, where, state_file=state_file)
     create_state(made)
-    if optimizer.ema is not None:
+    if optimizer.averages:
         create_averages(made)
     return made
 
@@ -117,6 +119,10 @@ def _make(groups: list[Group], optimizer: schema.Optimizer, seed: int) -> torch.
         return Sgd(groups, lr=rate, momentum=optimizer.momentum)
     if optimizer.name == "adafactor":
         return Adafactor(groups, {"lr": rate})
+    if optimizer.name == "lion":
+        return Lion(groups, {"lr": rate, "betas": optimizer.betas})
+    if optimizer.name == "schedule_free_adamw":
+        return ScheduleFreeAdamW(groups, adamw)
     return AdamW(groups, **adamw, fused=True)
 
 

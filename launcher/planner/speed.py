@@ -80,7 +80,7 @@ DEQUANTIZE = {"cuda": 33 / 64, "cpu": 20.5}
 torch's operators on CPUs."""
 ADD_BYTES = 12
 """Bytes of a float32 addition: two are read, one is written."""
-_OTHERS = {"sgd": 20, "adafactor": 100, "muon": 70}
+_OTHERS = {"sgd": 20, "adafactor": 100, "muon": 70, "lion": 68, "schedule_free_adamw": 144}
 STEP_BYTES = {"float32": ADAMW_BYTES, "bfloat16": 24, "int8": 30} | _OTHERS
 """Bytes that the optimizer moves for a parameter, AdamW by the dtype of its state: the inputs and
 outputs of all operators. In low precision 20 and 16, and 4 and 14 in the time of instructions that

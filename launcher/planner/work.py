@@ -25,7 +25,15 @@ from launcher.strategies.base import compute_dtype
 from launcher.strategies.pipeline import passes_in_flight, schedule
 from launcher.training.operators import Operator, Saved, share_of_budget
 
-STATE_BYTES = {"float32": 8, "bfloat16": 4, "int8": 2 * (1 + 4 / 256), "sgd": 4, "adafactor": 0}
+STATE_BYTES = {
+    "float32": 8,
+    "bfloat16": 4,
+    "int8": 2 * (1 + 4 / 256),
+    "sgd": 4,
+    "adafactor": 0,
+    "lion": 4,
+    "schedule_free_adamw": 8,
+}
 """Bytes of optimizer state for each parameter, AdamW by the dtype of its state. 256 int8 numbers
 share a scale of four bytes."""
 

@@ -80,6 +80,7 @@ NAMES = {
     "model.neftune_noise_alpha": "neftune_alpha noisy_embedding_alpha",
     "model.new_tokens": "add_tokens add_special_tokens new_special_tokens_config",
     "model.path": "base_model model_name model_name_or_path pretrained_model_name_or_path",
+    "model.qat": "quantizer",
     "objective.loss": "label_smoothing_factor",
     "optimizer.betas": "adam_beta1 adam_beta2 beta1 beta2",
     "optimizer.eps": "adam_epsilon adam_eps epsilon",
@@ -119,16 +120,15 @@ NAMES = {
 }
 """For each of our keys, their names. Names that end as our keys (max_steps) need no row."""
 ABSENT = {
-    "the sum of the losses is cross-entropy and nothing else": "dpo_use_weighting dpo_loss_weights loss_weights "
-    "use_weighting discopop_tau f_divergence_type "
-    "f_alpha_divergence_coef router_aux_loss_coef moe_aux_loss_coef pref_ftx pref_bco_weight cpo_alpha rpo_alpha use_dft_loss "
-    "use_asft_loss use_eaft_loss use_eaft ld_alpha center_rewards_coefficient",
+    "the sum of the losses is cross-entropy and nothing else": "dpo_use_weighting dpo_loss_weights "
+    "use_weighting discopop_tau f_divergence_type f_alpha_divergence_coef router_aux_loss_coef "
+    "moe_aux_loss_coef pref_ftx pref_bco_weight cpo_alpha rpo_alpha use_dft_loss use_asft_loss "
+    "use_eaft_loss use_eaft ld_alpha center_rewards_coefficient",
     "reinforcement learning; TRL, verl and prime-rl have it": "reward_funcs "
     "num_generations vllm_server_host reward_functions grpo_samples ppo_epochs ppo_batch_size",
-    "the optimizers are adamw, sgd, adafactor and muon": "use_galore use_apollo use_badam "
+    "the optimizers are those of optimizer.name": "use_galore use_apollo use_badam "
     "use_adam_mini use_q_galore lisa_n_layers relora relora_steps relora_prune_ratio "
     "optim_target_modules",
-    "simulated rounding of weights": "qat quantizer",
     "adapters are LoRA and DoRA, and their first values those of lora.init": "pissa_iter "
     "pissa_convert oft_block_size oft_rank oft_target loftq_config lora_rank_pattern "
     "lora_alpha_pattern peft_layers_to_transform "

@@ -14,14 +14,14 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast, get_args
 
 from launcher.distributed.rank_layout import PARALLEL_SIZES, LayoutSizes, sizes_of
 from launcher.libraries.extras import missing_extra
 from launcher.recipe.decode import KeyPath, Problem, default_of, plain_value, value_of
 from launcher.recipe.model_config import change_problems, config_problems, of_text, size_problems
 from launcher.recipe.objectives import OBJECTIVES, objective_of
-from launcher.recipe.schema import WITHOUT_REFERENCE, Data, Recipe, Source
+from launcher.recipe.schema import WITHOUT_REFERENCE, Data, MessagePart, Recipe, Source
 from launcher.recipe.section import AutoInt
 from launcher.recipe.template_names import template_problem
 from launcher.sources.adapter import ADAPTER_CONFIG
@@ -83,6 +83,7 @@ def _of_attachments(section: str) -> tuple[Needs, ...]:
 
 
 _FLOAT8 = "strategy.mixed_precision.float8"
+_SCHEDULE_FREE = "optimizer.name=schedule_free_adamw"
 _OFFLOADED_STATE = "strategy.cpu_offload.what strategy.cpu_offload.optimizer_path"
 _CONTEXT = "strategy.context_parallel_size"
 _RING = "strategy.context_parallel_ring"
@@ -109,6 +110,8 @@ NEEDS: tuple[Needs, ...] = (
     Needs("model.mlp_tile", "model.builder", False),
     Needs("model.mlp_tile", _TENSOR, "1", "; with parts of layers its activations are divided"),
     Needs("model.mlp_tile", _FLOAT8, False),
+    Needs("model.qat", f"model.builder model.compile lora distillation {_FLOAT8}", False),
+    Needs("model.qat", _TENSOR, "1", "; use fsdp"),
     Needs("model.neftune_noise_alpha", "model.builder", False),
     Needs("model.neftune_noise_alpha", "preference kto", False, ": a reference has no noise"),
     Needs(
@@ -153,8 +156,8 @@ NEEDS: tuple[Needs, ...] = (
         _TEMPLATED,
     ),
     Needs("data.loss_on", "data.kind", _kinds(lambda kind: kind.loss_on == "answers")),
-    Needs("data.message_weights", "data.kind", "chat"),
-    Needs("data.message_weights", "data.loss_on", "assistant last"),
+    Needs("data.message_weights data.loss_weights", "data.kind", "chat"),
+    Needs("data.message_weights data.loss_weights", "data.loss_on", "assistant last"),
     Needs("data.prompt_format", "data.kind", _kinds(lambda kind: kind.answers)),
     Needs("data.margin_column", "model.task", "reward"),
     Needs("data.mask_probability", "model.task", "masked_lm"),
@@ -200,7 +203,7 @@ NEEDS: tuple[Needs, ...] = (
     Needs("strategy.shard_optimizer", "strategy.kind", "ddp auto"),
     Needs(_FLOAT8, "strategy.mixed_precision.param_dtype", "bfloat16"),
     Needs(_FLOAT8, "lora", False, "; its base weights are frozen, or in NF4"),
-    Needs(_OFFLOADED_STATE, "optimizer.name", "adamw sgd"),
+    Needs(_OFFLOADED_STATE, "optimizer.name", "adamw sgd lion"),
     Needs(_OFFLOADED_STATE, "optimizer.momentum", True),
     Needs(_OFFLOADED_STATE, "optimizer.ema", False),
     Needs("activation_checkpointing.budget", "activation_checkpointing.mode", "selective"),
@@ -217,8 +220,8 @@ NEEDS: tuple[Needs, ...] = (
     Needs(_CONTEXT, "data.kind", _OF_TOKENS),
     Needs(_CONTEXT, "model.task", "causal_lm"),
     Needs(f"{_EXPERT} {_TENSOR}", "strategy.kind", "fsdp auto"),
-    Needs(_EXPERT, "optimizer.name", "adamw sgd muon"),
-    Needs(_TENSOR, "optimizer.name", "adamw sgd"),
+    Needs(_EXPERT, "optimizer.name", "adamw sgd muon lion schedule_free_adamw"),
+    Needs(_TENSOR, "optimizer.name", "adamw sgd lion schedule_free_adamw"),
     Needs(_TENSOR, "optimizer.state_dtype", "float32"),
     Needs(_TENSOR, _EXPERT, "1", f"; for a mixture of experts use {_EXPERT} alone"),
     Needs(_TENSOR, "model.task", "causal_lm sequence_classification"),
@@ -230,7 +233,12 @@ NEEDS: tuple[Needs, ...] = (
     Needs("lora.init", _EXPERT, "1"),
     Needs("model.new_tokens+lora", _TENSOR, "1", " with lora"),
     # Optimizer and schedule
-    Needs("optimizer.betas optimizer.eps optimizer.state_dtype", "optimizer.name", "adamw muon"),
+    Needs("optimizer.betas", "optimizer.name", "adamw muon lion schedule_free_adamw"),
+    Needs("optimizer.eps", "optimizer.name", "adamw muon schedule_free_adamw"),
+    Needs("optimizer.state_dtype", "optimizer.name", "adamw muon"),
+    Needs(_SCHEDULE_FREE, "schedule.kind", "constant", ", which is what its average is for"),
+    Needs(_SCHEDULE_FREE, "optimizer.ema", False, ": it has an average of its own"),
+    Needs(_SCHEDULE_FREE, "strategy.shard_optimizer", False, "; use strategy.kind=fsdp"),
     Needs("optimizer.momentum", "optimizer.name", "sgd muon"),
     Needs("optimizer.layer_decay", " ".join(ATTACHMENTS.values()), False, "; use optimizer.groups"),
     Needs("optimizer.ema run.on_divergence", _SAVES, True),
@@ -390,7 +398,12 @@ def _one_of(recipe: Recipe, keys: Sequence[str]) -> Found:
         yield key, f"not-with-{given[0]}", what
 
 
-_EXTRAS = {"lora": "peft", "images": "PIL", "logging.tensorboard": "tensorboard"}
+_EXTRAS = {
+    "lora": "peft",
+    "model.qat": "torchao",
+    "images": "PIL",
+    "logging.tensorboard": "tensorboard",
+}
 """Keys that need a module of an extra."""
 
 
@@ -673,6 +686,12 @@ def _template_values(recipe: Recipe) -> Found:
             yield ("data", "chat_template_kwargs", name), "set-by-launcher", what
 
 
+def _part_weights(recipe: Recipe) -> Found:
+    weights = recipe.data.loss_weights or {}
+    if not any(weights.get(part, 1.0) for part in get_args(MessagePart)):
+        yield "data.loss_weights", "all-zero", "one weight must be above 0, or no token has loss"
+
+
 def _empty_template(recipe: Recipe) -> Found:
     template = recipe.data.chat_template
     if template is not None and os.path.isfile(template) and not os.path.getsize(template):
@@ -896,6 +915,7 @@ _RULES = (
     _packed_lengths,
     _micro_batch_tokens,
     _template_values,
+    _part_weights,
     _empty_template,
     _groups_of_parameters,
     _metrics,

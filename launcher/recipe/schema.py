@@ -50,6 +50,8 @@ _NullIsText = BeforeValidator(
 )
 
 
+MessagePart = Literal["reasoning", "calls", "answer"]
+_PartWeight = Annotated[StrictFloat, Field(ge=0, le=1e6)]
 _ZeroIsNull = BeforeValidator(
     lambda share: None if share == 0 and share is not False else share,
     json_schema_input_type=float | None,
@@ -148,6 +150,10 @@ class Model(Section):
     neftune_noise_alpha: PositiveFloat | None = None
     """NEFTune (Jain et al., 2023): in training, uniform noise of at most this / sqrt(tokens of a row x
     hidden size) on the embeddings. 5 to 15 in the paper. null: none."""
+    qat: Literal["int8", "int4"] | None = None
+    """Quantization-aware training: the linear layers of the blocks multiply with the numbers that their
+    weights have in 8 or 4 bits, and exports have these, for torchao. int8: a scale for each row. int4: for
+    each 32 numbers of a row. null: none."""
     router_balance: Literal["global_batch", "micro_batch"] = "global_batch"
     """With output_router_logits: true in the config of a mixture of experts, what its balance loss is
     of. global_batch: of the step's tokens on all ranks, with the shares of the experts in the step
@@ -341,6 +347,10 @@ class Data(Section):
     """Kind reranking: a text with {query}, {document} and perhaps {instruction}, which is computed for each
     document; qwen3: that of Qwen3-Reranker. null: the tokenizer's own form of two texts, such as BERT's,
     or else `Query: {query}\\nDocument: {document}`."""
+    loss_weights: Annotated[dict[MessagePart, _PartWeight], Field(min_length=1)] | None = None
+    """Kind chat: weights in the loss of the parts of an assistant's message, such as {reasoning: 0.2,
+    calls: 1, answer: 1}: of its reasoning, its calls of tools and its content. 0: no loss. A part that is
+    not named has 1. They multiply data.message_weights and data.weights_column. null: all have 1."""
     system_column: Text | None = None
     """Column with the system prompt, for kinds with a conversation or a prompt; null: system,
     system_prompt, ..."""
@@ -731,17 +741,22 @@ class ParameterGroup(Section):
 class Optimizer(Section):
     """The optimizer; weight decay on matrices and embeddings, not on norms, biases and rates."""
 
-    name: Literal["adamw", "sgd", "adafactor", "muon"] = "adamw"
+    name: Literal["adamw", "sgd", "adafactor", "muon", "lion", "schedule_free_adamw"] = "adamw"
     """adamw: Loshchilov and Hutter, 2019. sgd: with momentum. adafactor: Shazeer and Stern, 2018;
     its learning rate is relative to the root mean square of a parameter. muon: Jordan et al., 2024,
-    for the matrices of the blocks; adamw for the rest, with the same learning rate."""
+    for the matrices of the blocks; adamw for the rest, with the same learning rate. lion: Chen et al.,
+    2023; its learning rate is a third to a tenth of adamw's, its betas usually [0.9, 0.99].
+    schedule_free_adamw: Defazio et al., 2024; with schedule.kind: constant, and a larger learning rate.
+    Evaluations and exports have the averaged weights."""
     learning_rate: Annotated[NonNegativeFloat, auto(1.0e-5)] = 2.0e-5
     """Peak learning rate. auto, which is the default with a section lora: by the width of the model;
     for adapters more."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    """adamw, muon: decay rates of adamw's two moments."""
+    """adamw, muon: decay rates of adamw's two moments. lion: of the momentum in the update, and of the
+    momentum. schedule_free_adamw: the share of the average in the trained weights, and the decay rate
+    of the second moment."""
     eps: PositiveFloat = 1.0e-8
-    """adamw, muon: added to adamw's denominator."""
+    """adamw, muon, schedule_free_adamw: added to adamw's denominator."""
     state_dtype: Literal["float32", "bfloat16", "int8"] = "float32"
     """adamw, muon: dtype of adamw's moments, for parameters with two dimensions or more. bfloat16:
     rounded stochastically. int8: with a scale for each block of 256 numbers."""
@@ -760,6 +775,16 @@ class Optimizer(Section):
     ema: Annotated[StrictFloat, Field(gt=0, lt=1)] | None = None
     """Decay rate, such as 0.999, of a moving average of the trained weights, in float32, for
     evaluation.ema and `launcher export weights=ema`; null: none."""
+
+    @property
+    def schedule_free(self) -> bool:
+        """Whether evaluations and exports have the averages of the optimizer itself."""
+        return self.name == "schedule_free_adamw"
+
+    @property
+    def averages(self) -> bool:
+        """Whether the optimizer's state has averages of the weights."""
+        return self.schedule_free or self.ema is not None
 
 
 class Schedule(Section):

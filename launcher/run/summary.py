@@ -25,6 +25,7 @@ from launcher.models.head import computes_loss
 from launcher.models.names import clean_name
 from launcher.models.nf4 import shapes
 from launcher.models.nf4_layers import describe_nf4
+from launcher.models.quantization_aware import describe_qat
 from launcher.models.record import whole_model
 from launcher.models.recurrent import missing_kernels
 from launcher.models.shards import local_bytes
@@ -150,6 +151,8 @@ def _model(training: Training) -> Iterator[str]:
     precision = recipe.strategy.mixed_precision
     if precision is not None and precision.float8 is not None:
         yield describe_float8(module, blocks.values())
+    if recipe.model.qat is not None:
+        yield describe_qat(module)
     predicts = dataset_objective(training.data.training).predicts_tokens
     sequences = recipe.data.builder is None and predicts
     if recipe.model.chunked_loss and sequences and not computes_loss(module):

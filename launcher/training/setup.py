@@ -150,9 +150,10 @@ class Training:
         return record_of(self.wrapped.module).expert_load
 
     def evaluated_weights(self) -> AbstractContextManager[None]:
-        """A context for evaluations. With evaluation.ema, the averages of the weights take their
-        place."""
-        return averages_in_place(self.optimizer) if self.recipe.evaluation.ema else nullcontext()
+        """A context for evaluations. With evaluation.ema, and of a schedule-free optimizer, the averages
+        of the weights take their place."""
+        averaged = self.recipe.evaluation.ema or self.recipe.optimizer.schedule_free
+        return averages_in_place(self.optimizer) if averaged else nullcontext()
 
     @property
     def all_steps(self) -> Iterator[Step]:
@@ -237,6 +238,7 @@ def assemble(
         prompts = trained_prompts(recipe.data, recipe.model, data.training.prompt_forms)
         if generates:
             set_stop_tokens(model, prompts.ends, tokenizer)
+    optimizer = prepared.make_optimizer(wrapped, recipe)
     return Training(
         recipe,
         ranks,
@@ -245,10 +247,10 @@ def assemble(
         data,
         _make_evaluator(recipe, data, ranks),
         _count_flops(prepared, wrapped, recipe, ranks),
-        prepared.make_optimizer(wrapped, recipe),
+        optimizer,
         LossScale(ranks.device, enabled=prepared.compute_dtype == torch.float16),
         hooks or Hooks(),
-        _make_export(prepared, wrapped, recipe, ranks, prompts),
+        _make_export(prepared, wrapped, optimizer, recipe, ranks, prompts),
         prompts,
     )
 
@@ -271,6 +273,7 @@ def _seed_generators(seed: int) -> None:
 def _make_export(
     prepared: PreparedModel,
     wrapped: WrappedModel,
+    optimizer: torch.optim.Optimizer,
     recipe: Recipe,
     ranks: RankLayout,
     prompts: TrainedPrompts | None,
@@ -281,7 +284,7 @@ def _make_export(
     if ranks.rank == 0 and recipe.checkpoint.export:
         assert prompts is not None
         tokenizer = tokenizer_to_keep(recipe.data, recipe.model, recipe.attachments, prompts)
-    return partial(
+    export = partial(
         export_hugging_face,
         wrapped.module,
         rank=ranks.rank,
@@ -294,6 +297,12 @@ def _make_export(
         tokenizer=tokenizer,
         files=prepared.objective.export_files(whole_model(wrapped.module)),
     )
+
+    def export_averages(folder: Path) -> None:
+        with averages_in_place(optimizer):
+            export(folder)
+
+    return export_averages if recipe.optimizer.schedule_free else export
 
 
 def _count_flops(

@@ -93,6 +93,7 @@ OPTIMIZERS = {
     "sgd": ["optimizer.name=sgd", "optimizer.learning_rate=0.03"],
     "adafactor": ["optimizer.name=adafactor"],
     "muon": ["optimizer.name=muon", "optimizer.momentum=0.95"],
+    "lion": ["optimizer.name=lion", "optimizer.learning_rate=3e-4"],
 }
 STATE = "strategy.cpu_offload={what: optimizer}"
 IN_FILES = "strategy.cpu_offload={what: optimizer, optimizer_path: FOLDER/state}"
@@ -102,6 +103,7 @@ OFFLOADED = {
     "state, hybrid": ([STATE, "strategy.replicate=2"], 4),
     "state, int8": ([STATE, OPTIMIZERS["int8"][0]], 2),
     "state, sgd": ([STATE, *OPTIMIZERS["sgd"]], 2),
+    "state, lion": ([STATE, *OPTIMIZERS["lion"]], 2),
     "in files ranks=2": ([IN_FILES], 2),
     "in files, int8": ([IN_FILES, OPTIMIZERS["int8"][0]], 2),
     "all, in files": (["strategy.cpu_offload={optimizer_path: FOLDER/state}"], 2),
@@ -478,6 +480,15 @@ def compare_precisions_and_models(worker):
                 train(
                     f"{name} {where}", [*overrides, own], ranks=ranks, accumulation=2, compare=False
                 )
+
+    for strategy, ranks in (("ddp", 1), ("ddp", 2), ("fsdp", 2), ("offload", 4)):
+        train(
+            f"qat {strategy} ranks={ranks}",
+            [*STRATEGIES[strategy], "model.qat=int8"],
+            ranks=ranks,
+            accumulation=2,
+            compare=False,
+        )
 
     initial_weights(worker)
     finals = {}

@@ -79,6 +79,7 @@ _INTERLEAVED = [PP + "2", "strategy.pipeline_schedule=interleaved_1f1b"]
 _STATE = "strategy.cpu_offload={what: optimizer}"
 _PINNED = OFFLOAD[0]
 SGD = ["optimizer.name=sgd", "optimizer.learning_rate=0.03"]
+FREE = ["optimizer.name=schedule_free_adamw", "schedule.kind=constant"]
 _LAYERS = "target_modules: [q_proj, k_proj, o_proj, up_proj, down_proj]"
 LORA = f"lora={{rank: 4, {_LAYERS}}}"
 ONE_BLOCK = "lora={rank: 4, target_modules: [model.layers.2.self_attn.q_proj]}"
@@ -155,6 +156,7 @@ VARIANTS = {
     "tensor 2, dpo, kept logits": [TP + "2", *PAIRS, "model.keep_logits=true"],
     "tensor 2, whole logits": [TP + "2", "model.chunked_loss=false"],
     "tensor 4, sgd": [TP + "4", *SGD],
+    "tensor 2, schedule-free": [TP + "2", *FREE],
     "tensor 2, lora": [TP + "2", LORA],
     "tensor 4, lora": [TP + "4", LORA],
     "tensor 2, saved modules": [TP + "2", SAVED],
@@ -177,6 +179,8 @@ VARIANTS = {
     "experts 2, saved modules": [EP + "2", "lora={rank: 4, modules_to_save: [lm_head]}"],
     "experts 2, muon": [EP + "2", "optimizer.name=muon", "optimizer.momentum=0.95"],
     "experts 4, sgd": [EP + "4", *SGD],
+    "experts 2, schedule-free": [EP + "2", *FREE],
+    "experts 2, qat": [EP + "2", "model.qat=int8"],
     "experts 2, int8": [EP + "2", "optimizer.state_dtype=int8"],
 }
 _COMPILED = "model.compile=true"
@@ -209,7 +213,16 @@ VARIANTS |= {
     "tiles, lora": [_TILES, LORA],
     "tiles, compiled": [_TILES, _COMPILED, _FULL],
 }
-_OF_REFERENCE = ("data.", "lora=", "model.task", "model.num", "optimizer.", "preference.")
+_OF_REFERENCE = (
+    "schedule.",
+    "data.",
+    "lora=",
+    "model.qat",
+    "model.task",
+    "model.num",
+    "optimizer.",
+    "preference.",
+)
 """The reference of a variant has these of its overrides."""
 
 

@@ -74,14 +74,44 @@ def test_averages_of_a_run(folder):
     assert losses[0] == pytest.approx(
         next(line["eval_loss"] for line in metrics["one"] if "eval_loss" in line), rel=1e-6
     )
-    model = AutoModelForCausalLM.from_pretrained(folder / "out/whole")
+    assert losses[-1] == pytest.approx(loss_of(folder, "out/whole"), rel=1e-5)
+
+
+def loss_of(folder, export):
+    """The mean loss of the rows, by transformers alone."""
+    model = AutoModelForCausalLM.from_pretrained(folder / export)
     sums = tokens = 0
     for line in read_lines(folder / "rows.jsonl"):
         ids = torch.tensor([[*line["text"].encode(), 256]])
         with torch.no_grad():
             sums += model(input_ids=ids, labels=ids).loss.item() * (ids.numel() - 1)
         tokens += ids.numel() - 1
-    assert losses[-1] == pytest.approx(sums / tokens, rel=1e-5)
+    return sums / tokens
+
+
+@pytest.mark.long
+def test_a_schedule_free_run_evaluates_and_exports_its_averages(folder):
+    (folder / "out").mkdir()
+    own = ["evaluation.ema=false", "optimizer={name: schedule_free_adamw, ema: null}"]
+    train(folder, "whole", *own, ranks=2)
+    train(folder, "one", *own, "run.max_steps=3", "strategy.kind=ddp", ranks=1)
+    train(folder, "one", *own, "run.max_steps=6", ranks=2)
+    metrics = {n: list(read_lines(folder / f"runs/{n}/metrics.jsonl")) for n in ("whole", "one")}
+    losses = [[line["loss"] for line in lines if "loss" in line] for lines in metrics.values()]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    exported = load_file(folder / "runs/whole/hf/model.safetensors")
+    parts = sorted((folder / "runs/whole/checkpoints").glob("step_*6/*.safetensors"))
+    held = [load_file(part) for part in parts]
+    for name, tensor in exported.items():
+        averages, trained = (
+            torch.cat([part[key] for part in held if key in part])
+            for key in (f"optimizer.{name}.ema", f"model.{name}")
+        )
+        assert torch.equal(tensor, averages)
+        assert not torch.equal(tensor, trained)
+    last = [line["eval_loss"] for line in metrics["whole"] if "eval_loss" in line][-1]
+    assert last == pytest.approx(loss_of(folder, "runs/whole/hf"), rel=1e-5)
+    assert "matches" in export(folder, "whole", "--verify")
 
 
 @pytest.fixture

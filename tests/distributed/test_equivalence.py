@@ -131,8 +131,17 @@ def test_offloaded_optimizer_state_is_bit_identical(optimizers, name):
     assert offloaded["losses"] == before["losses"]
     assert offloaded["norms"] == before["norms"]
     assert offloaded["final"] == before["final"]
-    if "int8" not in name and "sgd" not in name:
+    if not any(other in name for other in ("int8", "sgd", "lion")):
         assert_same(offloaded, optimizers["plain"], loss=1e-5, norm=1e-5, final=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ddp ranks=2", "fsdp ranks=2", "offload ranks=4"])
+def test_rounded_weights_do_not_depend_on_sharding(others, name):
+    """A layer rounds its whole weight, in each micro-batch (model.qat)."""
+    note, reference = others[f"qat {name}"], others["qat ddp ranks=1"]
+    assert deviation(note["losses"], reference["losses"]) <= 1e-6
+    assert deviation(note["norms"], reference["norms"]) <= 1e-5
+    assert deviation(reference["losses"], others["plain"]["losses"]) > 1e-5
 
 
 def test_initial_weights_are_bit_identical_on_any_ranks(others):

@@ -230,7 +230,8 @@ def test_names_of_other_tools_are_names_of_keys():
         "lora_model_dir": "did you mean lora.path?",
         "loss_watchdog_threshold": "did you mean run.max_loss_ratio?",
         "wandb_watch": "not needed: metrics go to metrics.jsonl, wandb or TensorBoard",
-        "qat": "not available: simulated rounding of weights",
+        "pissa_iter": "not available: adapters are LoRA and DoRA, and their first values those of lora.init",
+        "quantizer": "did you mean model.qat?",
         "warmup_ratio": None,  # a key of its own
     }.items():
         assert answer_to(name) == answer

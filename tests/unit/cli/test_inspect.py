@@ -106,6 +106,29 @@ def test_text_with_loss_is_in_brackets(chat, capsys):
     assert text[1:4] == ["x" * 10, "… 54 more tokens (tokens=64 shows them)", ""]
 
 
+def test_weights_other_than_one_are_shown(folder, capsys):
+    """Those of parts times those of messages; a part of weight 0 is text without loss."""
+    answers = [
+        {"role": "assistant", "reasoning_content": "why", "content": "A", "weight": 0.5},
+        {"role": "assistant", "reasoning_content": "how", "content": "B"},
+    ]
+    rows = [{"messages": [{"role": "user", "content": "Hi"}, answer]} for answer in answers]
+    write(folder / "rows.jsonl", rows)
+    recipe = SMALL.replace("data.txt", "rows.jsonl") + "evaluation: {every_steps: null}\n"
+    (folder / "x.yaml").write_text(recipe)
+    keys = ("kind=chat", "chat_template=qwen3", "message_weights=true", "shuffle=false")
+    data = ["recipe=x.yaml", *(f"data.{key}" for key in keys), "data.packing=false"]
+    lines = inspect(capsys, *data, "samples=2", "data.loss_weights={reasoning: 0.2}")
+    assert "⟦tokens with loss⟧, ⟦0.5×those with half the weight⟧, and tokens without" in lines
+    start = "⟦0.1×<think>↵"
+    text = sample(lines, 1)[1]
+    assert text[text.index(start) :][:5] == [start, "why↵", "</think>↵", "↵", "⟧⟦0.5×A<|im_end|>↵"]
+    start, (_, text) = "⟦0.2×<think>↵", sample(lines, 2)
+    assert text[text.index(start) :][3:5] == ["↵", "⟧⟦B<|im_end|>↵"]
+    _, text = sample(inspect(capsys, *data, "samples=1", "data.loss_weights={reasoning: 0}"), 1)
+    assert text[text.index("why↵") :][:4] == ["why↵", "</think>↵", "↵", "⟦0.5×A<|im_end|>↵"]
+
+
 def test_totals_and_histogram(chat, capsys):
     lines = inspect(capsys, *chat, "samples=1")
     assert {
@@ -164,9 +187,9 @@ def test_spans_do_not_break_characters(tmp_path):
     ids = [258, *b"a", *"🙂".encode(), *b"b", 300]
     loss = [False] * 4 + [True] * 4
     assert list(spans(ids, loss, load_decoder("bytes"))) == [
-        ("<|user|>", False, True),
-        ("a", False, False),
-        ("🙂b<300>", True, False),
+        ("<|user|>", False, True, 1.0),
+        ("a", False, False, 1.0),
+        ("🙂b<300>", True, False, 1.0),
     ]
     (tmp_path / "config.json").write_text("{}")  # of a model without a tokenizer
     for decoder in (load_decoder(None), load_decoder(None, str(tmp_path))):

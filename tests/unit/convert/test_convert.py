@@ -135,12 +135,8 @@ def test_the_command_writes_the_recipe_and_says_what_is_lost(tmp_path, monkeypat
     )
     assert main(["new", "from=b.yaml"]) == 3
     printed = capsys.readouterr()
-    assert (
-        "  optim_target_modules: the optimizers are adamw, sgd, adafactor and muon" in printed.err
-    )
-    assert (
-        "# - optim_target_modules: the optimizers are adamw, sgd, adafactor and muon" in printed.out
-    )
+    assert "  optim_target_modules: the optimizers are those of optimizer.name" in printed.err
+    assert "# - optim_target_modules: the optimizers are those of optimizer.name" in printed.out
     for words, problem in {
         "from=none.yaml": "none.yaml: cannot be read: No such file or directory",
         "from=new.yaml": "a recipe of the launcher has the section run; give it as recipe=new.yaml",
@@ -191,6 +187,10 @@ AXOLOTL_KEYS = [
     ("tokens: ['<tool>']", {"model.new_tokens": ["<tool>"]}),
     ("fp16: true\nbf16: false", {"strategy.mixed_precision.param_dtype": "float16"}),
     ("tf32: false", {"run.float32_matmul": "highest"}),
+    ("optimizer: lion_8bit", {"optimizer.name": "lion"}),
+    ("qat: {weight_dtype: int4, group_size: 32}", {"model.qat": "int4"}),
+    ("optimizer: schedule_free_adamw",
+     {"optimizer.name": "schedule_free_adamw", "schedule.kind": "constant"}),
     ("chat_template: qwen3", {"data.kind": "chat", "data.chat_template": "qwen3"}),
     ("chat_template: chatml", {"data.chat_template": "chatml"}),
     ("chat_template: qwen_25", {"data.chat_template": "qwen2_5"}),
@@ -212,8 +212,10 @@ def test_keys_of_axolotl(tmp_path, more, expected):
 
 
 LOST = [
-    ("optimizer: lion_8bit", "optimizer"),
+    ("optimizer: ademamix", "optimizer"),
     ("lr_scheduler: rex", "lr_scheduler"),
+    ("qat: {weight_dtype: int4, activation_dtype: int8}", "qat.activation_dtype"),
+    ("qat: {weight_dtype: int8, group_size: 64}", "qat.group_size"),
     ("rl: grpo", "rl"),
     ("num_epochs: 1.5", "num_epochs"),
     ("plugins: [axolotl.integrations.diffusion.DiffusionPlugin]", "plugins"),
@@ -514,7 +516,7 @@ def test_a_whole_checkout_is_converted_and_counted(tmp_path, monkeypatch, capsys
         "1 without loss",
     ]
     assert "1 lost" in keys
-    assert lost == ["   1 optim_target_modules: the optimizers are adamw, sgd, adafactor and muon"]
+    assert lost == ["   1 optim_target_modules: the optimizers are those of optimizer.name"]
 
 
 PLAIN = """

@@ -578,7 +578,9 @@ def test_layers_whose_weights_kernels_read_get_no_adapter(kind, layers, targets,
     names = {name for name, _ in model.named_modules() if name.endswith(layers)}
     blocks, read = describe(model).blocks, {model.get_submodule(name) for name in names}
     assert not read & {module for module, _ in nf4_layers.packable(blocks)}
-    assert read <= {module for block in blocks.values() for module in float8._spared(block, model)}
+    assert read <= {
+        module for block in blocks.values() for module in float8.spared_linears(block, model)
+    }
     add_adapters(model, Lora(rank=4, target_modules=targets), base_dtype=torch.float32)
     adapted = {
         name.partition(".lora_")[0] for name, _ in model.named_parameters() if ".lora_" in name

@@ -414,3 +414,107 @@ def test_averages_of_weights_are_those_of_torch(name):
             assert not torch.equal(parameter, before)
     assert all(map(torch.equal, model.parameters(), trained))
     assert optimizer.state[model[0].weight]["ema"].dtype == torch.float32
+
+
+def lion_step(weights, gradient, momentum, *, lr, betas, weight_decay):
+    """Algorithm 2 of Chen et al. (2023), line by line."""
+    direction = torch.sign(betas[0] * momentum + (1 - betas[0]) * gradient)
+    weights = weights - lr * (direction + weight_decay * weights)
+    return weights, betas[1] * momentum + (1 - betas[1]) * gradient
+
+
+def test_lion_is_the_published_algorithm():
+    torch.manual_seed(0)
+    model = nn.Linear(6, 7)
+    section = schema.Optimizer(name="lion", learning_rate=0.01, betas=(0.9, 0.99), weight_decay=0.3)
+    optimizer: Any = make_optimizer(model, section)
+    assert {key for state in optimizer.state.values() for key in state} == {"exp_avg"}
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.zeros(())
+    expected = {p: (p.detach().clone(), torch.zeros_like(p)) for p in model.parameters()}
+    generator = torch.Generator().manual_seed(1)
+    for step in range(20):
+        optimizer.found_inf.fill_(step == 5)  # a step that is skipped
+        for p, (weights, momentum) in expected.items():
+            gradient = torch.randn(p.shape, generator=generator) * 0.1
+            p.grad = gradient * (math.inf if step == 5 else 4)
+            if step != 5:
+                decay = 0.3 if p.ndim == 2 else 0.0
+                expected[p] = lion_step(
+                    weights, gradient, momentum, lr=0.01, betas=(0.9, 0.99), weight_decay=decay
+                )
+        optimizer.step()
+    for p, (weights, momentum) in expected.items():
+        torch.testing.assert_close(p.detach(), weights, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(optimizer.state[p]["exp_avg"], momentum, rtol=1e-6, atol=1e-6)
+
+
+# AdamWScheduleFree of schedulefree 1.4.1 (foreach=False), which `tests/unit/optimizers/
+# schedule_free_reference.py` runs: the trained weights y and the averages x after 12 steps
+SCHEDULE_FREE = {
+    "y": [
+        0.0061421338,
+        0.99163043,
+        -0.26143464,
+        -0.92312759,
+        0.4993279,
+        0.79766083,
+        -0.70868117,
+        -0.61868638,
+    ],
+    "x": [
+        0.0049624592,
+        0.99292547,
+        -0.26059178,
+        -0.92464584,
+        0.49887431,
+        0.79930198,
+        -0.70832896,
+        -0.62006038,
+    ],
+}
+
+
+def test_schedule_free_adamw_is_that_of_its_authors():
+    """Warm-up over four steps, one of which has a gradient that is not finite and is skipped."""
+    model, optimizer = schedule_free_run()
+    weights = list(model.parameters())
+    found = {
+        "y": torch.cat([p.detach().flatten() for p in weights]),
+        "x": torch.cat([optimizer.state[p]["ema"].flatten() for p in weights]),
+    }
+    for name, expected in SCHEDULE_FREE.items():
+        torch.testing.assert_close(found[name], torch.tensor(expected), rtol=1e-6, atol=1e-6)
+    with averages_in_place(optimizer):
+        averaged = torch.cat([p.detach().flatten() for p in weights])
+    assert torch.equal(averaged, found["x"])
+
+
+def schedule_free_run():
+    rates = [0.01 * min(1.0, (step + 1) / 4) for step in range(12)]
+    weights, gradients = schedule_free_inputs()
+    model = nn.Linear(3, 2)
+    with torch.no_grad():
+        for p, values in zip(model.parameters(), weights, strict=True):
+            p.copy_(values)
+    section = schema.Optimizer(
+        name="schedule_free_adamw", betas=(0.9, 0.95), weight_decay=0.1, learning_rate=1.0
+    )
+    optimizer: Any = make_optimizer(model, section)
+    optimizer.grad_scale = torch.tensor(4.0)
+    for rate, each in zip(rates, gradients, strict=True):
+        for skipped in (True, False):
+            optimizer.found_inf = torch.tensor(float(skipped))
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            for p, gradient in zip(model.parameters(), each, strict=True):
+                p.grad = gradient * (math.nan if skipped else 4)
+            optimizer.step()
+    return model, optimizer
+
+
+def schedule_free_inputs():
+    """Weights, and the gradients of each step: numbers that need no generator."""
+    numbers = torch.arange(8 * 13, dtype=torch.float32)
+    rows = torch.sin(numbers * 1.7).view(13, 8)
+    split = [(row[:6].view(2, 3), row[6:]) for row in rows]
+    return split[0], split[1:]

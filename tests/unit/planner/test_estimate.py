@@ -100,6 +100,8 @@ def test_memory_for_checkpoints_is_their_exact_size(llama, load):
         (["optimizer.name=sgd"], 0.5),
         (["optimizer.name=sgd", "optimizer.momentum=0"], 0),
         (["optimizer.name=adafactor"], 0),
+        (["optimizer.name=lion"], 0.5),
+        (["optimizer.name=schedule_free_adamw", "schedule.kind=constant"], 1),
         (["optimizer.name=muon"], 0.5 + 0.5 * (EMBEDDING + HEAD) / PARAMETERS),
     ],
     ids=str,

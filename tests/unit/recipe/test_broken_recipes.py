@@ -243,6 +243,25 @@ IN_ARGUMENTS = r"""
 | data.labels=[a,b] | /needs-data.kind
 | data.message_weights=true | /needs-data.kind
 | data.kind=chat & data.message_weights=true & data.loss_on=all | data.message_weights/needs-data.loss_on
+| data.loss_weights={answer: 0.5} | /needs-data.kind
+| model.qat=int3 | /choice
+| model.qat=int4 & lora={rank: 4} | model.qat/not-with-lora
+| model.qat=int4 & model.compile=true | model.qat/not-with-model.compile
+2 | model.qat=int8 & strategy={kind: fsdp, tensor_parallel_size: 2} | model.qat/needs-strategy.tensor_parallel_size
+| model.qat=int8 & strategy.mixed_precision={param_dtype: bfloat16, float8: rowwise} | model.qat/not-with-strategy.mixed_precision.float8
+| @teach & model.qat=int8 | model.qat/not-with-distillation
+| optimizer={name: lion, eps: 1.0e-6} | optimizer.eps/needs-optimizer.name
+| optimizer={name: lion, state_dtype: int8} | optimizer.state_dtype/needs-optimizer.name
+| optimizer.name=schedule_free_adamw | /needs-schedule.kind
+| optimizer={name: schedule_free_adamw, ema: 0.9} & schedule.kind=constant | optimizer.name/not-with-optimizer.ema
+| optimizer.name=schedule_free_adamw & schedule.kind=constant & strategy={kind: ddp, shard_optimizer: true} | optimizer.name/not-with-strategy.shard_optimizer
+| optimizer.name=schedule_free_adamw & schedule.kind=constant & strategy.cpu_offload={what: optimizer} | strategy.cpu_offload.what/needs-optimizer.name
+| @prefer & data.loss_weights={answer: 0.5} | data.loss_weights/needs-data.kind
+| data.kind=chat & data.loss_weights={answer: 0.5} & data.loss_on=all | data.loss_weights/needs-data.loss_on
+| data.kind=chat & data.loss_weights={answers: 0.5} | data.loss_weights.answers/choice
+| data.kind=chat & data.loss_weights={answer: -1} | data.loss_weights.answer/range
+| data.kind=chat & data.loss_weights={} | /empty
+| data.kind=chat & data.loss_weights={reasoning: 0, calls: 0, answer: 0} | data.loss_weights/all-zero
 | objective.loss=smoothing | /form
 | objective.loss=label_smoothing | objective.arguments/missing
 | objective={loss: label_smoothing, arguments: {amount: 1}} | objective.arguments.amount/range

@@ -19,6 +19,7 @@ SETTINGS = {
     "with a budget": ["activation_checkpointing={mode: selective, budget: 0.5}"],
     "`model.compile: true`": ["model.compile=true"],
     "`model.mlp_tile`": ["model.mlp_tile=64"],
+    "`model.qat`": ["model.qat=int8"],
     "float8": ["strategy.mixed_precision={param_dtype: bfloat16, float8: rowwise}"],
     "Muon": ["optimizer.name=muon"],
     "Adafactor": ["optimizer.name=adafactor"],

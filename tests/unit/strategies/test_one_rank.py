@@ -113,6 +113,8 @@ OPTIMIZERS = [
     {"name": "sgd"},
     {"name": "adafactor"},
     {"name": "muon", "momentum": 0.95},
+    {"name": "lion"},
+    {"name": "schedule_free_adamw"},
     {"ema": 0.9},
 ]
 
@@ -202,6 +204,12 @@ def test_passes_see_every_change_of_the_weights(ranks, settings):
     wrapped.after_step()
     optimizer.zero_grad(set_to_none=True)
     seen[1] = check()
+    if settings.get("name") == "schedule_free_adamw":  # whose average is the weights of step 1
+        backward(wrapped, batch(2))
+        optimizer.step()
+        wrapped.after_step()
+        optimizer.zero_grad(set_to_none=True)
+        seen[1] = check()
     with averages_in_place(optimizer):
         seen.append(check())
     assert torch.equal(check(), seen[1])

@@ -185,6 +185,8 @@ class Scaled(nn.Module):
         {"name": "sgd"},
         {"name": "adafactor"},
         {"name": "muon", "momentum": 0.95},
+        {"name": "lion"},
+        {"name": "schedule_free_adamw"},
     ],
     ids=str,
 )

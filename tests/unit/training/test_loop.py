@@ -36,7 +36,9 @@ def on_one_rank(model):
     )
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd", "adafactor", "muon", "int8"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "sgd", "adafactor", "muon", "lion", "schedule_free_adamw", "int8"]
+)
 def test_step_without_a_target_changes_nothing(name):
     """Neither weight decay nor momentum, and the loss is unknown, not 0."""
     torch.manual_seed(2)
