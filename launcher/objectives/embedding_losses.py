@@ -36,6 +36,8 @@ class Texts:
     """The number of the row that a text is of."""
     hashes: torch.Tensor
     """Equal for equal texts."""
+    queries: torch.Tensor
+    """The hash of the query of the text's row; 0: there is none."""
     scores: torch.Tensor
     """Of documents: how near they are to the query, float32; nan: not known."""
 
@@ -147,8 +149,8 @@ class Comparison:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """For each query the mean over its positive documents p of -log(exp(s_p / t) / (exp(s_p / t) +
         the sum of exp(s_n / t) over the negatives n)), with similarities s and the temperature t (van den
-        Oord et al., 2018). The negatives are all documents but its positive ones and those with the
-        same text as one of them."""
+        Oord et al., 2018). The negatives are all documents but its positive ones, those with the same text
+        as one of them, and the positive ones of other rows with the same query."""
         settings, losses, metrics = self.settings, list[torch.Tensor](), list[torch.Tensor]()
         of_queries, of_documents = torch.zeros_like(queries), torch.zeros_like(documents)
         positive = known.roles == POSITIVE
@@ -158,7 +160,7 @@ class Comparison:
             some = slice(start, start + size)
             examples = asked.examples[some]
             right = (examples[:, None] == known.examples) & positive
-            same = torch.zeros_like(right)
+            same = (asked.hashes[some][:, None] == known.queries) & positive
             for row, column in _pairs(examples[:, None] == own):
                 same[row] |= known.hashes == answers[column]
             with torch.set_grad_enabled(gradients):
@@ -171,10 +173,11 @@ class Comparison:
                 if settings.false_negative_margin is not None:
                     negative &= least <= best + settings.false_negative_margin
                 scaled = similarities / settings.temperature
-                others = scaled.masked_fill(~negative, _NOT_COUNTED).logsumexp(1, keepdim=True)
-                each = torch.logaddexp(scaled, others) - scaled
-                count = right.sum(1).clamp(min=1)
-                found = torch.where(right, each, 0.0).sum(1) / count
+                others = scaled.masked_fill(~negative, _NOT_COUNTED).logsumexp(1)
+                rows, columns = right.nonzero(as_tuple=True)
+                chosen, count = scaled[rows, columns], right.sum(1).clamp(min=1)
+                each = torch.logaddexp(chosen, others[rows]) - chosen
+                found = others.new_zeros(len(others)).index_add(0, rows, each) / count
             if gradients:
                 of_some, of_all = torch.autograd.grad(found.sum(), (asking, documents))
                 of_queries[some] = of_some
@@ -299,10 +302,11 @@ def _of_all_ranks(
     end = start + len(documents)
     roles, _ = gather_rows(known.roles, ranks)
     hashes, _ = gather_rows(known.hashes, ranks)
+    queries, _ = gather_rows(known.queries, ranks)
     examples = torch.full_like(roles, -1)
     examples[start:end] = known.examples
     scores = torch.full((len(roles),), math.nan, device=roles.device)
-    return everything, Texts(roles, examples, hashes, scores), start
+    return everything, Texts(roles, examples, hashes, queries, scores), start
 
 
 def found_documents(
@@ -313,7 +317,8 @@ def found_documents(
 
     recall@k: the share of the query's positive documents among the k nearest. mrr@10: 1 / the place of
     the first of them, 0 beyond the tenth. ndcg@10: with a gain of 1 for each (Jarvelin and Kekalainen,
-    2002). Documents of the same text count once; equally near ones count as nearer.
+    2002). Documents of the same text count once; equally near ones count as nearer. Rows with the same
+    query share their positive documents.
     """
     unit = nn.functional.normalize(vectors, dim=-1) if settings.normalize else vectors
     asks = texts.asks
@@ -332,7 +337,8 @@ def found_documents(
     for start in range(0, len(queries), size):
         some = slice(start, start + size)
         examples = asked.examples[some]
-        right = torch.zeros(len(examples), len(everything), dtype=torch.bool, device=unit.device)
+        # Of all rows with the same query; and the first text in place of its equals
+        right = (asked.hashes[some][:, None] == whole.queries) & positive
         for row, column in _pairs(examples[:, None] == own):
             right[row] |= whole.hashes == answers[column]
         right &= counted

@@ -204,6 +204,8 @@ def collate_texts(rows: list[Sample], inputs: RowInputs) -> Collated:
         text_of[last - length + 1 : last + 1] = text
     roles = targets[ends - 1]
     names = np.concatenate([row["names"] for row in rows])
+    hashes = np.concatenate([row["hashes"] for row in rows])
+    begins = np.maximum.accumulate(np.where(names % MOST_TEXTS == 0, np.arange(count), 0))
     extra = {
         "lasts": lasts,
         "lengths": lengths,
@@ -211,7 +213,8 @@ def collate_texts(rows: list[Sample], inputs: RowInputs) -> Collated:
         "names": names,
         "roles": roles,
         "examples": np.cumsum(names % MOST_TEXTS == 0) - 1,
-        "hashes": np.concatenate([row["hashes"] for row in rows]),
+        "hashes": hashes,
+        "queries": np.where(roles[begins] == QUERY, hashes[begins], 0) if count else hashes,
         "scores": np.concatenate([row["scores"] for row in rows]),
     }
     tensors = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in extra.items()}

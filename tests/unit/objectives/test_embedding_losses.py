@@ -46,7 +46,8 @@ def rows(documents: int = 3, **changes: torch.Tensor) -> tuple[torch.Tensor, Tex
     texts = Texts(
         roles=torch.tensor(ROLES[:count] * QUERIES),
         examples=torch.arange(QUERIES).repeat_interleave(count),
-        hashes=torch.arange(QUERIES * count),
+        hashes=torch.arange(1, 1 + QUERIES * count),
+        queries=torch.arange(1, 1 + QUERIES * count, count).repeat_interleave(count),
         scores=scores,
     )
     return vectors()[:, :count].flatten(0, 1), dataclasses.replace(texts, **changes)
@@ -115,6 +116,20 @@ def test_a_text_that_is_a_positive_is_no_negative_elsewhere() -> None:
     assert with_double == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_positive_of_the_same_query_in_another_row_is_no_negative() -> None:
+    own, texts = rows()
+    hashes, queries = texts.hashes.clone(), texts.queries.clone()
+    hashes[4], queries[4:8] = hashes[0], queries[0]
+    own = own.clone()
+    own[4] = own[0]
+    loss = Comparison(Embedding())(
+        own, dataclasses.replace(texts, hashes=hashes, queries=queries), None, gradients=False
+    ).losses[0]
+    kept = torch.arange(len(own)) != 5
+    without = Comparison(Embedding())(own[kept], texts.at(kept), None, gradients=False).losses[0]
+    assert loss.item() == pytest.approx(without.item(), rel=1e-6)
+
+
 def test_documents_nearer_than_the_positive_may_be_left_out() -> None:
     own, texts = rows()
     own = own.clone()
@@ -160,7 +175,8 @@ def test_scores_of_an_evaluation() -> None:
     texts = Texts(
         roles=torch.tensor([QUERY, POSITIVE, QUERY, POSITIVE, NEGATIVE, NEGATIVE]),
         examples=torch.tensor([0, 0, 1, 1, 1, 1]),
-        hashes=torch.arange(6),
+        hashes=torch.arange(1, 7),
+        queries=torch.tensor([1, 1, 3, 3, 3, 3]),
         scores=torch.full((6,), math.nan),
     )
     sums, count = found_documents(own, texts, None, Embedding())
@@ -180,13 +196,29 @@ def test_equal_documents_count_once_and_for_all_their_queries() -> None:
     texts = Texts(
         roles=torch.tensor([QUERY, POSITIVE, QUERY, POSITIVE]),
         examples=torch.tensor([0, 0, 1, 1]),
-        hashes=torch.tensor([0, 7, 1, 7]),
+        hashes=torch.tensor([1, 7, 2, 7]),
+        queries=torch.tensor([1, 1, 2, 2]),
         scores=torch.full((4,), math.nan),
     )
     sums, count = found_documents(own, texts, None, Embedding())
     assert {name: (value / count).item() for name, value in sums.items()} == dict.fromkeys(
         sums, 1.0
     )
+
+
+def test_rows_with_the_same_query_share_their_documents() -> None:
+    own = torch.tensor([[1.0, 0], [1, 0.1], [1.0, 0], [1, 0.2], [1, 0.15]])
+    texts = Texts(
+        roles=torch.tensor([QUERY, POSITIVE, QUERY, POSITIVE, NEGATIVE]),
+        examples=torch.tensor([0, 0, 1, 1, 1]),
+        hashes=torch.tensor([1, 7, 1, 8, 9]),
+        queries=torch.tensor([1, 1, 1, 1, 1]),
+        scores=torch.full((5,), math.nan),
+    )
+    sums, count = found_documents(own, texts, None, Embedding())
+    found = {name: (value / count).item() for name, value in sums.items()}
+    assert (found["recall@1"], found["recall@10"], found["mrr@10"]) == (0.5, 1.0, 1.0)
+    assert found["ndcg@10"] == pytest.approx((1 + 1 / 2) / (1 + 1 / math.log2(3)))
 
 
 def test_spearman_is_that_of_scipy() -> None:
