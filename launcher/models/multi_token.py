@@ -219,11 +219,11 @@ def add_layers(model: PreTrainedModel, settings: schema.MultiToken) -> None:
         return made
 
     layers, names = nn.ModuleList(), dict[str, str]()
-    source = _source_block(text, decoder)
+    sources = _full_attention(text, decoder)
     for depth in range(depths):
         # With the model's own config, whose attention may change
         with torch.device("meta"), _one_more_layer(text, trunk + depth):
-            block = type(source)(text, trunk + depth)
+            block = type(sources[0])(text, trunk + depth)
             layers.append(PredictionLayer(block, norm, text.hidden_size))
         names |= {
             old.format(layer=trunk + depth): f"{LIST}.{depth}.{new}" for old, new in layout.names
@@ -242,7 +242,8 @@ def add_layers(model: PreTrainedModel, settings: schema.MultiToken) -> None:
     record_of(model).multi_token = made
     record_of(model).conversions[:0] = made.conversions()
     ends["input"].register_forward_hook(_keep_embedding)
-    source.register_forward_pre_hook(_keep_arguments, with_kwargs=True)
+    for block in sources:  # the last one counts; a trace has fewer of them
+        block.register_forward_pre_hook(_keep_arguments, with_kwargs=True)
 
 
 def train_only(model: nn.Module) -> None:
@@ -294,15 +295,14 @@ def _layout(model: PreTrainedModel) -> tuple[int, families.MultiTokenLayout]:
     return count, layout
 
 
-def _source_block(text: Any, decoder: Any) -> nn.Module:
-    """The last block of the trunk with full attention."""
+def _full_attention(text: Any, decoder: Any) -> list[Any]:
+    """The blocks of the trunk with full attention."""
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(decoder.layers)
-    full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
+    full = [b for b, kind in zip(decoder.layers, kinds, strict=True) if kind == "full_attention"]
     if not full:
         what = "no block of the trunk has full attention, whose masks and positions they take"
         raise RecipeError(f"{KEY}: {what}; set it to null")
-    block: nn.Module = decoder.layers[full[-1]]
-    return block
+    return full
 
 
 @contextmanager
