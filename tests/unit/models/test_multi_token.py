@@ -45,6 +45,10 @@ CONFIGS = {
     "qwen3_5_text": f"{RECURRENT}, mtp_num_hidden_layers: 1",
     "qwen3_5_moe_text": f"{SPARSE}, {RECURRENT}, mtp_num_hidden_layers: 1",
 }
+VISION = (
+    "depth: 2, hidden_size: 32, intermediate_size: 48, num_heads: 2, out_hidden_size: 32, "
+    "patch_size: 14, num_position_embeddings: 16"
+)
 RECIPE = """
 run: {name: mtp, max_steps: 4, seed: 3}
 model: {config: {model_type: KIND, SIZES}, mtp: {weight: 0.3}}
@@ -119,7 +123,7 @@ def normalized(hidden, norm, one_more):
 
 def reference(model, rows, weight, kind):
     """The sum of the losses, document by document, in plain torch."""
-    base, total, sums = model.model, 0.0, []
+    base, total, sums = model.get_decoder(), 0.0, []
     one_more = kind.startswith("qwen3")
     for ids, targets in (document for row in rows for document in row):
         ids, targets = torch.tensor(ids)[None], torch.tensor(targets)
@@ -193,6 +197,25 @@ def test_loss_and_gradients_are_those_of_documents_one_by_one(prepared, kind, de
         else:
             torch.testing.assert_close(gradient, plain[name], rtol=1e-5, atol=2e-6, msg=name)
     assert layers is not None
+
+
+def test_the_text_model_of_a_model_of_images(prepared, tmp_path):
+    """Qwen3.5's checkpoints are of such models."""
+    text = f"{SIZES}, {CONFIGS['qwen3_5_text']}"
+    config = f"{{model_type: qwen3_5, text_config: {{{text}}}, vision_config: {{{VISION}}}}}"
+    found = prepared("qwen3_5_text", f"model.config={config}", "model.mtp.detach=false")
+    assert type(found.model).__name__ == "Qwen3_5ForConditionalGeneration"
+    rows = documents()
+    summed = found.objective.loss(found.model, micro_batch(found, rows))
+    expected, sums = reference(found.model, rows, 0.3, "qwen3_5_text")
+    assert summed[1].item() == pytest.approx(sum(loss for _, loss, _ in sums), rel=1e-6)
+    own, plain = gradients(found.model, summed[0]), gradients(found.model, expected)
+    assert own.keys() == plain.keys()
+    for name, gradient in plain.items():
+        torch.testing.assert_close(own[name], gradient, rtol=1e-5, atol=2e-6, msg=name)
+    stored = export(found, tmp_path / "hf")
+    assert "mtp.layers.0.self_attn.q_proj.weight" in stored
+    assert "model.language_model.layers.0.linear_attn.A_log" in stored
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])

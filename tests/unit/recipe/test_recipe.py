@@ -34,6 +34,7 @@ from launcher.recipe.schema import (
     Distillation,
     Images,
     Kto,
+    MultiToken,
     Lora,
     Model,
     Objective,
@@ -495,6 +496,8 @@ def test_recipe_is_immutable(folder):
     )
     recipe = dataclasses.replace(recipe, preference=Preference(), kto=Kto())  # for other data
     recipe = dataclasses.replace(recipe, distillation=Distillation(teacher="a/b"))
+    model = dataclasses.replace(recipe.model, mtp=MultiToken())
+    recipe = dataclasses.replace(recipe, model=model)
     recipe = dataclasses.replace(recipe, objective=Objective(loss="a:b"), images=Images())
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.data.train["a"].weight = 2.0
