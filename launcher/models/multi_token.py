@@ -255,12 +255,15 @@ def train_only(model: nn.Module) -> None:
 @contextmanager
 def without_layers(model: nn.Module) -> Iterator[None]:
     """For adapters, which are of the trunk: its layers are trained whole beside them."""
-    layers = model._modules.pop(LIST, None)
+    if record_of(model).multi_token is None:
+        yield
+        return
+    layers = getattr(model, LIST)
+    delattr(model, LIST)
     try:
         yield
     finally:
-        if layers is not None:
-            setattr(model, LIST, layers)
+        setattr(model, LIST, layers)
 
 
 def prediction_layers(model: nn.Module) -> dict[str, nn.Module]:
