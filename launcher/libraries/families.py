@@ -198,7 +198,7 @@ MULTI_TOKEN = {
 """Types of text models whose layers of multi-token prediction can be trained. In all of them the
 projection takes the embedding first and the hidden state second, the hidden state is that after the
 last norm, and the block has full attention. Read in vLLM's `deepseek_mtp.py` (03356f8),
-`qwen3_next_mtp.py` (ffdc985) and `qwen3_5_mtp.py` (01d9980), and in `MtpModel` of transformers 5.23."""
+`qwen3_next_mtp.py` (055e47c) and `qwen3_5_mtp.py` (01d9980), and in `MtpModel` of transformers 5.23."""
 INDEXED_BY_LAYER = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
 """Keys of configs with a value for each layer, and the value of a layer of multi-token prediction."""
 

@@ -6,10 +6,12 @@ places later, e_(i+k):
 
     h'_i = block(projection([norm(e_(i+k)); norm(h_i)]))
 
-The head predicts token i + k + 1 from norm(h'_i) (DeepSeek-V3, arXiv 2412.19437, section 2.2). h_i of
-depth 0 is what the model's head reads, after the last norm, and norm(h'_i) is what the next depth reads:
-so vLLM, SGLang and `MtpModel` of transformers 5.23 compute. vLLM's `deepseek_mtp.py` takes zeros for the
-embedding at the first place of a text; DeepSeek-V3's definition does not, and nor does this.
+The head predicts token i + k + 1 from norm(h'_i) (DeepSeek-V3, arXiv 2412.19437, section 2.2). The
+report leaves open whether hidden states are those before or after a norm. Here h_i of depth 0 is what
+the model's head reads, after the last norm, as in vLLM, SGLang's `deepseek_nextn.py` and `MtpModel` of
+transformers 5.23; and the next depth reads norm(h'_i), as in the last two. (vLLM's `deepseek_mtp.py`,
+03356f8, gives it h'_i.) vLLM also takes zeros for the embedding at the first place of a text, which the
+definition does not, and nor does this.
 
 The layers are in the list `mtp` of the model. Their blocks are of the model's own class, and get the
 arguments that a block of the trunk has got: position embeddings, masks, bounds of documents.

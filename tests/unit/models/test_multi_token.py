@@ -5,17 +5,21 @@ import json
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from launcher.data.collation import collate_sequences, make_sample
+from launcher.diagnostics.selftest import shrunk
 from launcher.errors import RecipeError
 from launcher.libraries.families import MULTI_TOKEN
+from launcher.models.flops import token_flops
 from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.initialization import random_weights
 from launcher.models.load import pretrained_weights
 from launcher.models.micro_batch import IGNORED
 from launcher.models.record import record_of
 from launcher.recipe.load import load_recipe
+from launcher.recipe.schema import Model, MultiToken
 from launcher.training.model import prepare_model
 
 CPU = torch.device("cpu")
@@ -49,6 +53,7 @@ VISION = (
     "depth: 2, hidden_size: 32, intermediate_size: 48, num_heads: 2, out_hidden_size: 32, "
     "patch_size: 14, num_position_embeddings: 16"
 )
+TINY = {"num_hidden_layers": 1, "hidden_size": 16, "n_routed_experts": 8, "vocab_size": 8}
 RECIPE = """
 run: {name: mtp, max_steps: 4, seed: 3}
 model: {config: {model_type: KIND, SIZES}, mtp: {weight: 0.3}}
@@ -56,6 +61,14 @@ data: {kind: tokens, train: none.jsonl, sequence_length: 24}
 batch: {global_batch_size: 4, micro_batch_size: 2}
 strategy: {kind: ddp, mixed_precision: null}
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported():
+    """Before the first test, whose time is limited."""
+    config = transformers.AutoConfig.for_model("deepseek_v3", **TINY)
+    with torch.device("meta"):
+        transformers.AutoModelForCausalLM.from_config(config)
 
 
 @pytest.fixture
@@ -164,6 +177,10 @@ def gradients(model, loss):
     model.zero_grad(set_to_none=True)
     loss.backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+def test_all_families_are_tried():
+    assert CONFIGS.keys() == MULTI_TOKEN.keys()
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -348,13 +365,12 @@ def test_exported_and_loaded_again(prepared, kind, tmp_path):
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
 def test_transformers_reads_the_layers_and_computes_the_same(prepared, kind, tmp_path):
     """`MtpModel`, by which generate(use_mtp=True) speculates."""
-    from transformers import AutoModelForCausalLM
     from transformers.cache_utils import MtpCache
     from transformers.modeling_layers import MtpModel
 
     found = prepared(kind)
     export(found, tmp_path / "hf")
-    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     whole._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[23].*"]
     layers = MtpModel.from_pretrained(whole)
     ids = torch.tensor(documents(lengths=[[20]])[0][0][0])[None]
@@ -445,3 +461,29 @@ def test_lora_trains_the_layers_whole(prepared, tmp_path):
     stored = export(found, tmp_path / "hf", merged=True)
     assert torch.equal(stored["mtp.fc.weight"], found.model.mtp[0].projection.weight)
     assert "auto_map" not in json.loads((tmp_path / "hf/config.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen3_next"])
+def test_a_token_costs_a_block_and_the_head_more(prepared, kind):
+    with_layers = token_flops(prepared(kind, weights=False).model)
+    alone = prepared(kind, "model.mtp=null", weights=False).model
+    without, layers = token_flops(alone), prepared(kind, weights=False).model.mtp
+    used = sum(6 * p.numel() for p in layers.parameters() if p.ndim != 3)
+    used += sum(3 * p.numel() for p in layers.parameters() if p.ndim == 3)  # half of the experts
+    more = used + len(layers) * 6 * alone.lm_head.weight.numel()
+    assert with_layers.products - without.products == more
+    rows = 1000.0
+    attention = without.at(rows) - without.products
+    blocks = 1 if kind == "qwen3_next" else 2
+    found = with_layers.at(rows) - with_layers.products
+    assert found == attention * (blocks + len(layers)) / blocks
+    frozen = prepared(kind, "model.mtp.train=false", weights=False)
+    assert token_flops(frozen.model) == without
+
+
+def test_a_shrunk_model_has_attention():
+    kinds = ["linear_attention"] * 3 + ["full_attention"]
+    config = {"model_type": "qwen3_next", "num_hidden_layers": 4, "layer_types": kinds}
+    assert shrunk(Model(config=config)).config["layer_types"] == kinds[:2]
+    model = shrunk(Model(config=config, mtp=MultiToken()))
+    assert model.config["layer_types"] == kinds[2:]
