@@ -202,9 +202,11 @@ def _frozen(module: nn.Module, *, frozen: bool) -> Iterator[None]:
     trained = [p for p in module.parameters() if frozen and p.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
-    yield
-    for parameter in trained:
-        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in trained:
+            parameter.requires_grad_(True)
 
 
 def add_layers(model: PreTrainedModel, settings: schema.MultiToken) -> None:
