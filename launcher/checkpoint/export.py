@@ -111,6 +111,11 @@ def export_checkpoint(
             f"export: the adapter belongs to frozen weights without its first values (lora.init: "
             f"{recipe.lora.init}), and not to those of the model; add --merged"
         )
+    if recipe.lora is not None and recipe.model.mtp is not None and not merged:
+        raise RecipeError(
+            "export: the run trained layers of multi-token prediction beside the adapter (model.mtp), "
+            "which an adapter does not hold; add --merged"
+        )
     stored = open_checkpoint_weights(checkpoint, base=base, ema=ema, trust_run=trust_run)
     adapter = recipe.lora is not None and not merged
     prompts = prompts_of(checkpoint, recipe)

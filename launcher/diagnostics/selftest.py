@@ -66,6 +66,7 @@ SMALL = {
     "n_head": 4,
 }
 """Sizes of a shrunk model, if its config has these keys."""
+_FIRST = slice(SMALL["num_hidden_layers"])
 _UNUSED = ("architectures", "dtype", "torch_dtype", "transformers_version", "_name_or_path")
 
 
@@ -100,18 +101,20 @@ def shrunk(model: Model) -> Model:
         config = json.loads((folder / "config.json").read_text())
         if model.config:
             config = make_config(model, folder).to_dict()
-    return replace(model, path=None, init=None, config=_shrunk(config))
+    # The last layers of a hybrid have the attention that multi-token prediction takes
+    kinds = slice(-SMALL["num_hidden_layers"], None) if model.mtp else _FIRST
+    return replace(model, path=None, init=None, config=_shrunk(config, kinds))
 
 
-def _shrunk(config: dict[str, Any]) -> dict[str, Any]:
+def _shrunk(config: dict[str, Any], kinds: slice) -> dict[str, Any]:
     small = {key: SMALL.get(key, value) for key, value in config.items() if key not in _UNUSED}
     for key, value in small.items():
         if isinstance(value, dict) and key.endswith("_config"):
-            small[key] = _shrunk(value)
+            small[key] = _shrunk(value, kinds)
         elif isinstance(value, dict) and "mrope_section" in value:  # of half a head
             small[key] = value | {"mrope_section": [4, 2, 2]}
         elif key == "layer_types" and value is not None:
-            small[key] = value[: SMALL["num_hidden_layers"]]
+            small[key] = value[kinds]
     return small
 
 

@@ -188,6 +188,61 @@ MIXED_DTYPES = frozenset({"MiniMaxLightningAttention"})
 result into a product with their inputs. They are written for buffers in 16 bits, of which a decay
 would be wrong by 0.2 %. Other types have none: `tests/distributed/families_worker.py`."""
 
+# Layers that predict further tokens (`models/multi_token.py`)
+
+
+@dataclass(frozen=True)
+class MultiTokenLayout:
+    """How a family stores and computes its layers of multi-token prediction."""
+
+    count: str
+    """The key of the text config with their number; one layer where it is missing."""
+    names: tuple[tuple[str, str], ...]
+    """Beginnings of the names of a layer's tensors in checkpoints, and of their parts here. {layer} is
+    the number of the layer after those of the trunk. A later entry takes what is left."""
+    shared: tuple[tuple[str, str], ...] = ()
+    """Names of copies that checkpoints have of the `input` and `output` embedding of the model."""
+    most: int | None = None
+    """The most layers that can be told apart by their names; None: any number."""
+
+
+_AFTER_THE_TRUNK = MultiTokenLayout(
+    count="num_nextn_predict_layers",
+    names=(
+        ("model.layers.{layer}.enorm.", "embedding_norm."),
+        ("model.layers.{layer}.hnorm.", "hidden_norm."),
+        ("model.layers.{layer}.eh_proj.", "projection."),
+        ("model.layers.{layer}.shared_head.norm.", "norm."),
+        ("model.layers.{layer}.", "block."),
+    ),
+    shared=(
+        ("model.layers.{layer}.embed_tokens.weight", "input"),
+        ("model.layers.{layer}.shared_head.head.weight", "output"),
+    ),
+)
+_UNDER_MTP = (
+    ("mtp.pre_fc_norm_embedding.", "embedding_norm."),
+    ("mtp.pre_fc_norm_hidden.", "hidden_norm."),
+    ("mtp.fc.", "projection."),
+    ("mtp.norm.", "norm."),
+    ("mtp.layers.0.", "block."),
+)
+_QWEN3_5 = MultiTokenLayout("mtp_num_hidden_layers", _UNDER_MTP, most=1)
+MULTI_TOKEN = {
+    "deepseek_v3": _AFTER_THE_TRUNK,
+    "glm4_moe": _AFTER_THE_TRUNK,
+    "glm4_moe_lite": _AFTER_THE_TRUNK,
+    "qwen3_next": MultiTokenLayout("num_nextn_predict_layers", _UNDER_MTP, most=1),
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5,
+}
+"""Types of text models whose layers of multi-token prediction can be trained. In all of them the
+projection takes the embedding first and the hidden state second, the hidden state is that after the
+last norm, and the block has full attention. Read in vLLM's `deepseek_mtp.py` (03356f8),
+`qwen3_next_mtp.py` (055e47c) and `qwen3_5_mtp.py` (01d9980), and in `MtpModel` of transformers 5.23."""
+INDEXED_BY_LAYER = {"layer_types": "full_attention", "mlp_layer_types": "sparse"}
+"""Keys of configs with a value for each layer, and the value of a layer of multi-token prediction."""
+
 # Keys of configs, and names of parameters and arguments
 
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -29,6 +29,8 @@ from launcher.models.float8 import use_float8
 from launcher.models.head import Head, Transform, logits_transform
 from launcher.models.load import Load, ModelCheckpoint, starting_weights
 from launcher.models.lora import add_adapters
+from launcher.models.multi_token import KEY as MULTI_TOKEN
+from launcher.models.multi_token import add_layers, prediction_layers, train_only, without_layers
 from launcher.models.new_rows import grow_vocabulary
 from launcher.models.nf4_layers import quantize_blocks
 from launcher.models.precision import kept_in_float32
@@ -62,6 +64,9 @@ def build_with_tokens(
     use_operators_without_values(model)
     grow_vocabulary(model, new_ids)
     record_of(model).new_tokens = new_ids
+    if section.mtp is not None:
+        # Before the weights, which are read into these layers, too
+        add_layers(model, section.mtp)
     if section.builder is None:
         # Before the weights, which are read into them; and with any rate, so that a checkpoint does
         # not depend on it
@@ -121,6 +126,8 @@ def change_weights(
     else:  # DDP would wait for their gradients
         for name in parts_without_text(model):
             model.get_parameter(name).requires_grad_(False)
+    if section.mtp is not None and section.mtp.only:
+        train_only(model)
     if lora is not None:
         path = lora.path if is_pretrained(section) else None
         with _naming_adapter(path):
@@ -157,7 +164,8 @@ def adapt(
     new_ids: range,
 ) -> None:
     """Adds the adapters of a recipe: see `add_adapters`."""
-    add_adapters(model, lora, base_dtype=base_dtype, kept=kept, base=base, new_ids=new_ids)
+    with without_layers(model):
+        add_adapters(model, lora, base_dtype=base_dtype, kept=kept, base=base, new_ids=new_ids)
     record_of(model).adapters = True
 
 
@@ -215,6 +223,9 @@ def change_forward(
     transform = logits_transform(model) if transforms else None
     if transform is not None and chunked_loss:
         record_of(model).head = Head(embeddings(model)[1], transform, compile=compile)
+    if prediction_layers(model) and record_of(model).head is None:
+        what = f"the output layer of {type(model).__name__} is not a linear one alone"
+        raise RecipeError(f"{MULTI_TOKEN}: {what}, by which they predict; set it to null")
     # After all that runs a copy of the model
     if neftune_noise_alpha is not None:
         add_noise(model, neftune_noise_alpha)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from launcher.errors import RecipeError, suggestion
-from launcher.libraries.families import UNDECLARED_KEYS
+from launcher.libraries.families import MULTI_TOKEN, UNDECLARED_KEYS
 from launcher.recipe.load import LoadedRecipe
 
 
@@ -35,6 +35,8 @@ def check_config_keys(loaded: LoadedRecipe) -> None:
     config_class = CONFIG_MAPPING[model_type]
     declared = {field.name for field in dataclasses.fields(config_class)}
     known = declared | config_class.attribute_map.keys() | UNDECLARED_KEYS
+    if (layers := MULTI_TOKEN.get(model_type)) is not None:
+        known |= {layers.count}
     problems = []
     for key in model.config:
         if key not in known:

@@ -196,7 +196,9 @@ def outer_units(model: nn.Module, blocks: dict[str, nn.Module]) -> list[Unit]:
     embeds = isinstance(first, nn.Embedding) and last is not None
     if not blocks or not embeds or first.weight is last.weight or reads_embedding(model):
         return []
-    units = (first, last, *blocks.values(), *modules_without_text(model))
+    # The layers of multi-token prediction are called inside of the last one
+    further = getattr(model, "mtp", ()) if record_of(model).multi_token is not None else ()
+    units = (first, last, *blocks.values(), *modules_without_text(model), *further)
     inside = {child for unit in units for child in unit.modules()}
     order = list(model.modules())
     own = [m for m in order if m not in inside and list(m.parameters(recurse=False))]

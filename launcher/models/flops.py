@@ -20,6 +20,7 @@ from launcher.models.description import (
     text_config,
 )
 from launcher.models.nf4 import shapes
+from launcher.models.record import record_of
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,10 @@ def token_flops(model: nn.Module) -> TokenFlops:
     length of the token's document, at most the window.
     """
     config, unused = text_config(model), set(parts_without_text(model))
+    multi_token = record_of(model).multi_token
+    depths = 0 if multi_token is None or not multi_token.settings.train else multi_token.depths
+    if multi_token is not None and not depths:  # they are in no pass of a step
+        unused |= {name for name, _ in model.named_parameters() if name.startswith("mtp.")}
     if not getattr(config, "num_hidden_layers", 0) or not getattr(config, "hidden_size", 0):
         return TokenFlops()
     tied = getattr(config, "tie_word_embeddings", False)
@@ -67,7 +72,12 @@ def token_flops(model: nn.Module) -> TokenFlops:
         for name, parameter, used in _used_parameters(model, config)
         if parameter is not embedding and name not in unused
     )
-    layers = Counter(_attention_layers(config))
+    sizes = [*_attention_layers(config)]
+    if depths:  # each has a block more, and asks the head again
+        sizes += [sizes[-1]] * depths
+        head = embeddings(model)[1].weight
+        products += (6.0 if head.requires_grad else 4.0) * depths * head.numel()
+    layers = Counter(sizes)
     return TokenFlops(
         products, tuple((6.0 * count * size, window) for (size, window), count in layers.items())
     )

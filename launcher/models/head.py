@@ -384,6 +384,13 @@ class Head:
             losses = cross_entropy(self._logits(hidden), targets, self._transform, reduction)
         return losses.view(-1, 1)
 
+    @torch.no_grad()
+    def greedy(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(tokens,), int64: the entries with the largest logits, computed for some tokens at a time."""
+        tokens = max(1, CHUNK_ELEMENTS // self._vocabulary)
+        parts = torch.split(hidden, tokens)
+        return torch.cat([self._transform(self._logits(part)).argmax(-1) for part in parts])
+
     def function(
         self, hidden: torch.Tensor, *, micro_batch: MicroBatch, function: HeadFunction
     ) -> torch.Tensor:

@@ -215,12 +215,18 @@ def write_weights(
     in_float32 = names_in_float32(model, dtype)
     odd = {} if source is None else source.odd_dtypes
     stored = {} if source is None else source.stored.tensors
+    copies: dict[str, list[str]] = {}
+    for copied, name in source.shared.items() if source is not None else ():
+        copies.setdefault(name, []).append(copied)
 
     def whole_model() -> Iterator[tuple[str, torch.Tensor, torch.dtype]]:
         for name, tensor in exported_tensors(model, read, merged=merged):
             exact = any(part in name for part in in_float32)
             exact = exact and (name not in stored or stored[name].dtype != dtype)
-            yield name, tensor, torch.float32 if exact else odd.get(name, dtype)
+            kept = torch.float32 if exact else odd.get(name, dtype)
+            yield name, tensor, kept
+            for copied in copies.get(name, ()):
+                yield copied, tensor, kept
         if source is not None:
             for name, tensor in source.read_copied():
                 yield name, tensor, tensor.dtype

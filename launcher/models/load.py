@@ -10,8 +10,8 @@ from __future__ import annotations
 import fnmatch
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,8 @@ from launcher.models.constructors import constructed_buffers
 from launcher.models.dequantized import dequantized, without_quantization
 from launcher.models.description import has_no_head, is_classifier, text_config
 from launcher.models.initialization import initialize, materialize, random_weights
+from launcher.models.multi_token import KEY as MULTI_TOKEN
+from launcher.models.multi_token import LIST
 from launcher.models.names import named_tensors
 from launcher.models.new_rows import vocabulary_names
 from launcher.models.record import record_of
@@ -58,6 +60,9 @@ class ModelCheckpoint:
     copied: tuple[str, ...] = ()
     """Names of stored tensors that the model's class does not have, such as those of multi-token
     prediction or of a vision tower. Exports of the whole model copy them."""
+    shared: Mapping[str, str] = field(default_factory=dict)
+    """Names of stored tensors that are copies of a parameter of the model, whose clean name is the
+    value. Exports have the values of the parameter in them."""
 
     @cached_property
     def odd_dtypes(self) -> dict[str, torch.dtype]:
@@ -126,15 +131,22 @@ def open_checkpoint(
     for name, shape in made.items():
         wanted = list(state[name].shape) if name in state else "not"
         if shape != wanted:
-            problems.append(f"{name}: is {shape} in the checkpoint, and {wanted} in the model")
+            what = f"is {shape} in the checkpoint, and {wanted} in the model"
+            problems.append(f"{_stored_name(model, name)}: {what}")
     notes = _resolve_ties(model, conversions, stored)
     loaded = set(made)
     for tied in tied_names(model):
         if made.keys() & tied:
             loaded.update(tied)
     failed = {conversion.first for conversion in conversions if not conversion.targets}
-    problems += _missing(model, state.keys() - loaded - failed, notes)
-    others, copied = _unexpected(model, unexpected, notes)
+    missing = state.keys() - loaded - failed
+    _refuse_without_layers(model, folder, missing)
+    problems += _missing(model, missing, notes)
+    multi_token = record_of(model).multi_token
+    copies = {} if multi_token is None else multi_token.shared
+    copies = {name: own for name, own in copies.items() if name in stored.tensors}
+    problems += _differing(copies, conversions, stored)
+    others, copied = _unexpected(model, [n for n in unexpected if n not in copies], notes)
     problems += others
     # Layers that predict further tokens have embeddings of their own (DeepSeek-V3). A server that
     # loads them expects as many rows as the model has tokens
@@ -148,7 +160,7 @@ def open_checkpoint(
         raise RecipeError([title, *sorted(problems)])
     for note in notes:
         logger.info(f"note: {note}")
-    return ModelCheckpoint(folder, stored, conversions, frozenset(loaded), tuple(copied))
+    return ModelCheckpoint(folder, stored, conversions, frozenset(loaded), tuple(copied), copies)
 
 
 Load = Callable[[nn.Module, torch.device, torch.device], None]
@@ -208,6 +220,30 @@ def _resolve_ties(
     return notes
 
 
+def _refuse_without_layers(model: PreTrainedModel, folder: Path, missing: Collection[str]) -> None:
+    """Raises RecipeError if a checkpoint has none of the model's layers of multi-token prediction."""
+    multi_token = record_of(model).multi_token
+    layers = [name for name in model.state_dict() if name.startswith(f"{LIST}.")]
+    if multi_token is not None and all(name in missing for name in layers):
+        names = _listing([multi_token.stored_name(name) for name in layers])
+        what = f"the checkpoint {folder} has no layers of multi-token prediction"
+        raise RecipeError(f"{MULTI_TOKEN}: {what}: it lacks {names}; set it to null")
+
+
+def _differing(
+    copies: Mapping[str, str], conversions: list[Conversion], stored: StoredTensors
+) -> list[str]:
+    """Problems with copies of the embeddings that are not equal to them."""
+    names = {each.first: each.names()[0] for each in conversions if each.converter is None}
+    problems = []
+    for name, own in copies.items():
+        copied, weight = stored.read(name), stored.read(names[own])
+        if not torch.equal(copied, weight[: len(copied)]):
+            what = f"is not equal to {names[own]}, in whose place {MULTI_TOKEN} would train it"
+            problems.append(f"{name}: {what}; set {MULTI_TOKEN}=null")
+    return problems
+
+
 def _missing(model: PreTrainedModel, missing: Iterable[str], notes: list[str]) -> list[str]:
     """Returns problems; a classifier's new head may be missing and becomes a note."""
     base, problems, heads = f"{model.base_model_prefix}.", [], []
@@ -217,10 +253,16 @@ def _missing(model: PreTrainedModel, missing: Iterable[str], notes: list[str]) -
         if outside or (pools and (is_classifier(model) or has_no_head(model))):
             heads.append(name)
         elif not _matches(name, may_be_missing(model)):
-            problems.append(f"{name}: missing in the checkpoint")
+            problems.append(f"{_stored_name(model, name)}: missing in the checkpoint")
     if heads:
         notes.append(f"not in the checkpoint, initialized: {_listing(heads)}")
     return problems
+
+
+def _stored_name(model: PreTrainedModel, name: str) -> str:
+    """The name of a model's tensor in checkpoints, where the launcher has another name for it."""
+    multi_token = record_of(model).multi_token
+    return name if multi_token is None else multi_token.stored_name(name)
 
 
 def _unexpected(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from launcher.errors import RecipeError
-from launcher.models.head import Head, HeadFunction
+from launcher.models.head import Head, HeadFunction, Question
 from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.models.record import record_of
 
@@ -23,6 +23,8 @@ class Predicted:
 
     value: torch.Tensor
     outputs: Any
+    further: torch.Tensor | None = None
+    """`MultiToken.losses`, from the same forward pass; None: the model computes none."""
 
 
 def cross_entropies(
@@ -32,8 +34,9 @@ def cross_entropies(
     sum, float32."""
     if (head := record_of(model).head) is not None:
         question = partial(Head.losses, micro_batch=micro_batch, reduction=reduction)
-        value, outputs = head.ask(model, micro_batch.inputs, question)
-        return Predicted(value.sum() if reduction == "sum" else value[:, 0], outputs)
+        found = _asked(head, model, micro_batch, question)
+        value = found.value.sum() if reduction == "sum" else found.value[:, 0]
+        return Predicted(value, found.outputs, found.further)
     targets, outputs = micro_batch.targets, _with_logits(model, micro_batch.inputs)
     assert targets is not None
     logits = logits_of(outputs)
@@ -48,6 +51,13 @@ def of_head(model: nn.Module, micro_batch: MicroBatch, function: HeadFunction) -
     head = record_of(model).head
     assert head is not None
     question = partial(Head.function, micro_batch=micro_batch, function=function)
+    return _asked(head, model, micro_batch, question)
+
+
+def _asked(head: Head, model: nn.Module, micro_batch: MicroBatch, question: Question) -> Predicted:
+    """What the head and the layers of multi-token prediction answer."""
+    if (multi_token := record_of(model).multi_token) is not None:
+        return Predicted(*multi_token.ask(head, model, micro_batch, question))
     return Predicted(*head.ask(model, micro_batch.inputs, question))
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from launcher.models.description import ModelDescription
     from launcher.models.expert_load import ExpertLoad
     from launcher.models.head import Head
+    from launcher.models.multi_token import MultiToken
     from launcher.models.pipeline import StagedModel
     from launcher.models.router_balance import RouterBalance
     from launcher.models.sample_dropout import SampleDropout
@@ -48,6 +49,8 @@ class ModelRecord:
     `divided_rows` then."""
     towers: Towers | None = None
     """What computes attachments, if rows have some."""
+    multi_token: MultiToken | None = None
+    """Its layers of multi-token prediction; None: it has none that are computed."""
     head: Head | None = None
     """It computes losses without full logits, or of a reward model the scores of all tokens."""
     router_balance: RouterBalance | None = None

@@ -116,6 +116,8 @@ def load_conversions(
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
     table = get_model_conversion_mapping(model)
+    if (multi_token := record_of(model).multi_token) is not None:
+        table = [*multi_token.conversions(), *table]
     renamings, converters, by_pattern = _by_kind(table)
     state, prefix, shapes = model.state_dict(), model.base_model_prefix, _shapes_of(model)
     by_name: dict[str, Conversion] = {}

@@ -152,6 +152,10 @@ class Objective(ABC):
     def check_model(self, model: nn.Module) -> None:  # noqa: B027 - most losses are always available
         """Raises RecipeError if the loss is not available for the changed model."""
 
+    def of_model(self, model: nn.Module) -> Objective:
+        """The objective for the changed model, whose metrics may depend on it."""
+        return self
+
     def packs(self, data: schema.Data) -> bool:
         """Whether a row of the model has several documents."""
         return data.packing and self.packs_documents

@@ -30,17 +30,20 @@ def summed_loss(
     scalar. A `target_loss` takes the place of the cross-entropy.
 
     If the model config sets the router's auxiliary loss (output_router_logits), the gradient
-    includes it; the value does not, to be comparable with an evaluation.
+    includes it; the value does not, to be comparable with an evaluation. With layers of multi-token
+    prediction it is a vector: see `add_further_losses`.
     """
     if micro_batch.weights is None and target_loss is None:
         found = cross_entropies(model, micro_batch, "sum")
-        return add_router_loss(found.value, model, found, micro_batch)
+        summed = add_router_loss(found.value, model, found, micro_batch)
+        return add_further_losses(summed, found)
     found = target_losses(model, micro_batch, target_loss)
-    losses = found.value
-    if micro_batch.weights is None:
-        return add_router_loss(losses.sum(), model, found, micro_batch)
-    weights = micro_batch.at_positions(micro_batch.weights * micro_batch.counted)
-    return add_router_loss((losses * weights).sum(), model, found, micro_batch, weights.sum())
+    losses, count = found.value, None
+    if micro_batch.weights is not None:
+        weights = micro_batch.at_positions(micro_batch.weights * micro_batch.counted)
+        losses, count = losses * weights, weights.sum()
+    summed = add_router_loss(losses.sum(), model, found, micro_batch, count)
+    return add_further_losses(summed, found)
 
 
 def summed_loss_by_source(
@@ -55,7 +58,8 @@ def summed_loss_by_source(
     count = None if weights is None else counted.sum()
     summed = add_router_loss(losses.sum(), model, found, micro_batch, count)
     of = sources_of_targets(micro_batch)
-    return torch.cat([summed.view(1), by_source(losses, micro_batch, weights=counted, of=of)])
+    parts = by_source(losses, micro_batch, weights=counted, of=of)
+    return torch.cat([add_further_losses(summed, found).view(-1), parts])
 
 
 def sources_of_targets(micro_batch: MicroBatch) -> torch.Tensor:
@@ -101,16 +105,26 @@ def target_losses(
         found = cross_entropies(model, micro_batch)
         if not len(found.value):
             return found
-        return Predicted(target_loss.of_log_probabilities(-found.value), found.outputs)
+        value = target_loss.of_log_probabilities(-found.value)
+        return Predicted(value, found.outputs, found.further)
     if computes_loss(model):
         found = of_head(
             model, micro_batch, lambda *arguments: target_loss.of_head(*arguments)[:, None]
         )
-        return Predicted(found.value[:, 0], found.outputs)
+        return Predicted(found.value[:, 0], found.outputs, found.further)
     assert micro_batch.targets is not None
     found = predicted_logits(model, micro_batch.inputs, micro_batch.positions)
     targets = micro_batch.at_positions(micro_batch.targets)
     return Predicted(target_loss.of_logits(found.value.float(), targets), found.outputs)
+
+
+def add_further_losses(summed: torch.Tensor, found: Predicted) -> torch.Tensor:
+    """The loss with the gradient of layers of multi-token prediction, followed by their sums
+    (`MultiToken.losses`). The value does not include them, to be comparable with other runs."""
+    if found.further is None:
+        return summed
+    more, sums = found.further[0], found.further[1:].detach()
+    return torch.cat([(summed + (more - more.detach())).view(1), sums])
 
 
 def add_router_loss(

@@ -193,6 +193,9 @@ class _Step:
         elements = work.tokens * work.logits_width
         computed = elements * (work.size + (0 if work.size == 4 else 4))
         self.loss, self.loss_backward = computed + 4 * elements, 12 * elements
+        # What the losses of further depths keep until the backward pass
+        self.loss += 4 * elements * work.profile.depths
+        self.loss_backward += 4 * elements * work.profile.depths
         if work.chunked:
             self.loss = self.loss_backward = computed
         if work.kept_logits:  # with float32 values of a chunk, which may be the logits in backward

@@ -17,6 +17,7 @@ import torch
 from launcher.console import bytes_as_text, two_digits
 from launcher.data.batching import rows_of
 from launcher.distributed.spawn import end_with_parent
+from launcher.models.multi_token import prediction_layers
 from launcher.models.tower_inputs import TOWERS
 from launcher.objectives.make import make_objective
 from launcher.objectives.teacher import checked_teacher, teacher_recipe
@@ -100,7 +101,7 @@ def _traced(work: Work, recipe: Recipe, machine: Machine) -> StepMemory:
     both = zip(blocks, [*work.tower_recomputed, *work.recomputed], strict=True)
     less = [0 if again else round(block.eager - block.kept) for block, again in both]
     original = original_model(with_random_weights(recipe), device=machine.device)
-    names = [*original.description.blocks]
+    names = [*original.description.blocks, *prediction_layers(original.model)]
     if place is not None:
         names = [names[index] for index in place.blocks]
     return with_compiled_blocks(

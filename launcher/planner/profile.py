@@ -25,6 +25,7 @@ from launcher.models.description import (
 from launcher.models.divided_recurrent import exchanged_features
 from launcher.models.experts import find_experts
 from launcher.models.head import computes_loss
+from launcher.models.multi_token import prediction_layers
 from launcher.models.nf4 import shapes
 from launcher.models.pipeline import balanced, check_stages, ranges_of
 from launcher.models.precision import computes_in_float32
@@ -234,6 +235,9 @@ class ModelProfile:
     chunked_loss: bool
     """Whether logits are computed for a chunk of the vocabulary at a time."""
     hidden: int
+    depths: int = 0
+    """Layers of multi-token prediction that are trained. They are the last blocks, and each of them
+    asks the head once more."""
     vocabulary: int
     """Width of the logits; 0 without a language model's head."""
     heads: tuple[int, int]
@@ -448,13 +452,16 @@ def _profile_of_shapes(
 
     config = text_config(model)
 
+    # Layers of multi-token prediction run after the blocks, and are units as these are
     units = [model.get_submodule(name) for name in prepared.description.blocks]
+    layers, depths = prediction_layers(model).values(), _trained_depths(model)
+    units += layers if depths else ()
     blocks = [group(block.parameters()) for block in units]
     classes = tuple(dict.fromkeys(blocks))
     kinds = tuple(classes.index(block) for block in blocks)
     alone = any(not unit.used_in_backward for unit in prepared.units)
     first = embeddings(model)[:1] if alone else ()
-    unused = unused_modules(model)
+    unused = [*unused_modules(model), *(() if depths else layers)]
     tower = [model.get_submodule(name) for name in prepared.tower]
     inside = {id(p) for unit in (*first, *units, *tower, *unused) for p in unit.parameters()}
     hidden = largest_of_layers(config, "hidden_size")
@@ -473,6 +480,7 @@ def _profile_of_shapes(
         buffers=sum(buffer.nbytes for buffer in model.buffers()),
         chunked_loss=computes_loss(prepared.model),
         hidden=hidden,
+        depths=depths,
         vocabulary=_logits_per_token(recipe, prepared),
         heads=(heads, head_size),
         key_heads=largest_of_layers(config, "num_key_value_heads") or heads,
@@ -481,6 +489,11 @@ def _profile_of_shapes(
         experts=experts_of_token(config) or 1,
         saved={},
     )
+
+
+def _trained_depths(model: nn.Module) -> int:
+    layers = record_of(model).multi_token
+    return layers.depths if layers is not None and layers.settings.train else 0
 
 
 def _one_row(prepared: PreparedModel, recipe: Recipe) -> SyntheticData:
@@ -535,12 +548,15 @@ def with_saved(
         divide_layers(prepared.model, PlannedMesh(recipe.strategy.tensor_parallel_size))
     kinds = profile.block_classes
     # The last block of each class: with LoRA the first block of a model needs fewer gradients
-    lasts = {kind: index for index, kind in enumerate(kinds)}
+    count = len(prepared.description.blocks)
+    lasts = {kind: index for index, kind in enumerate(kinds[:count])}
     if not keep_blocks(prepared.model, sorted(lasts.values())):
         return profile
     kind_of = dict(
         zip(prepared.description.blocks, sorted(lasts, key=lasts.__getitem__), strict=True)
     )
+    if profile.depths:
+        kind_of |= zip(prediction_layers(prepared.model), kinds[count:], strict=True)
     data = _one_row(prepared, recipe)
     of_tower: dict[tuple[torch.dtype, bool], Saved] = {}
     # Its blocks are alike; that of the first one includes what the others share

@@ -207,6 +207,7 @@ def _compute(work: Work, machine: Machine) -> tuple[float, float, float]:
     blocks, root = [seconds(block, *savings) for block in work.blocks], seconds(work.root)
     # The logits are read, copied, normalised and read again
     loss = work.tokens * work.profile.vocabulary * (2 * work.size + 12) / rates.memory_bandwidth
+    loss *= 1 + work.profile.depths
     which = 0 if checkpointing is None or checkpointing.mode == "full" else 2
     recomputed = zip(blocks, work.recomputed, strict=True)
     again = sum(block[which] for block, twice in recomputed if twice)

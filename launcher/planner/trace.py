@@ -33,6 +33,7 @@ from launcher.libraries.private import (
 from launcher.models.description import embeddings
 from launcher.models.head import chunk_width, computes_loss
 from launcher.models.initialization import materialize
+from launcher.models.multi_token import prediction_layers
 from launcher.models.names import clean_name
 from launcher.objectives.synthetic import SyntheticData
 from launcher.optimizers.offload import StateFile
@@ -231,7 +232,12 @@ def _run(
             )
             observer = _Observer(tracker, wrapped, optimizer, offload=offload, device=device)
             observer.watch(
-                {**prepared.description.blocks, **prepared.tower, **_head(wrapped.module)}
+                {
+                    **prepared.description.blocks,
+                    **prepared.tower,
+                    **prediction_layers(wrapped.module),
+                    **_head(wrapped.module),
+                }
             )
             if isinstance(wrapped, Fsdp):
                 for module in wrapped.root.modules():

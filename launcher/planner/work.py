@@ -216,6 +216,7 @@ class Work:
         # Bytes of logits that are kept until the backward pass
         keeps = self.chunked and recipe.model.keeps_logits
         self.kept_logits = self.size * self.tokens * profile.vocabulary if keeps else 0
+        self.kept_logits *= 1 + profile.depths
         classes = [self._block(kind, weights) for kind, weights in enumerate(profile.classes)]
         self.blocks = [classes[kind] for kind in profile.block_classes]
         # Rows of attachments whose tower this rank computes; an attachment is not divided
@@ -365,7 +366,8 @@ class Work:
         logits."""
         profile, size, hidden, tokens = self.profile, self.size, self.profile.hidden, self.tokens
         cast = self.autocast and not (profile.root.adapted and not profile.root.trained)
-        kept = (3 * size + 4) * hidden * tokens if self.head else 0
+        questions = 1 + profile.depths
+        kept = (3 * size + 4) * hidden * tokens * questions if self.head else 0
         return BlockCost(
             kept=kept,
             eager=kept,
@@ -373,7 +375,7 @@ class Work:
             widest=4 * hidden * tokens if self.head else 0,
             casts=size * self.logits_width * hidden if cast else 0,
             moved=4.0 * kept,
-            products=2.0 * tokens * hidden * profile.vocabulary,
+            products=2.0 * tokens * hidden * profile.vocabulary * questions,
             trained=_share_trained(profile.root),
         )
 

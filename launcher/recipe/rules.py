@@ -123,6 +123,15 @@ NEEDS: tuple[Needs, ...] = (
     Needs("model.neftune_noise_alpha", _CONTEXT, "1", "; a rank has a part of the row"),
     Needs("model.router_bias_update_rate", "lora", False, ": an adapter does not hold the biases"),
     Needs("model.router_bias_update_rate", "model.builder", False),
+    Needs("model.mtp", "model.builder data.builder distillation lora.quantize", False),
+    Needs("model.mtp", " ".join(ATTACHMENTS.values()), False),
+    Needs("model.mtp", "evaluation.generate", False, "; measure answers in a run without it"),
+    Needs("model.mtp", "model.task", "causal_lm"),
+    Needs("model.mtp", "data.kind", _OF_TOKENS),
+    Needs("model.mtp", "model.chunked_loss", True),
+    *(Needs("model.mtp", size, "1") for size in (_CONTEXT, _EXPERT, _TENSOR, _PIPELINE)),
+    Needs("model.mtp.only", "model.mtp.train", True),
+    Needs("model.mtp.only", "lora model.freeze model.router_bias_update_rate", False),
     Needs("model.num_labels", "model.task", "sequence_classification"),
     Needs("model.keep_logits=true", "model.chunked_loss", True, "; set model.keep_logits=auto"),
     Needs("model.keep_logits=true", "distillation", False, "; set model.keep_logits=auto"),
@@ -711,6 +720,8 @@ def _groups_of_parameters(recipe: Recipe) -> Found:
 def _metrics(recipe: Recipe) -> Found:
     generate, keep_best = recipe.evaluation.generate, recipe.checkpoint.keep_best
     known = ["eval_loss", *(f"eval_{name}" for name in objective_of(recipe).scores)]
+    if recipe.model.mtp is not None:
+        known.append("eval_mtp_accuracy_1")
     if generate is not None:
         if KINDS[recipe.data.kind].loss_on != "answers":
             mixed = isinstance(recipe.data.train, dict)
@@ -734,6 +745,9 @@ def _whole_export(recipe: Recipe) -> Found:
     if recipe.lora and changed and checkpoint.export and not checkpoint.export_merged:
         what = "must be true with model.config and model.path: an adapter has no config of a model"
         yield "checkpoint.export_merged", "needed-with-model.config", what
+    if recipe.lora and recipe.model.mtp and checkpoint.export and not checkpoint.export_merged:
+        what = "must be true with model.mtp: an adapter does not hold layers that are trained whole"
+        yield "checkpoint.export_merged", "needed-with-model.mtp", what
     init = "default" if recipe.lora is None else recipe.lora.init
     if init != "default" and checkpoint.export and not checkpoint.export_merged:
         what = (

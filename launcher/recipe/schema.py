@@ -99,6 +99,21 @@ class Run(Section):
     behind and ends, to be restarted."""
 
 
+class MultiToken(Section):
+    """Layers of multi-token prediction (MTP), by which a server guesses further tokens."""
+
+    train: StrictBool = True
+    """Train them. false: they stay as they are, and evaluations measure how often they guess right."""
+    weight: PositiveFloat = 0.1
+    """What their loss counts beside that of the next token: the mean over their depths of the summed
+    cross-entropies, divided by the number of targets of the next token (DeepSeek-V3, section 2.2)."""
+    detach: StrictBool = True
+    """true: hidden states, embedding and output layer get no gradient from this loss, so that the
+    gradients of the other weights are those without it. false: it trains the whole model."""
+    only: StrictBool = False
+    """Train nothing else."""
+
+
 class Model(Section):
     """Which model, and how it is built."""
 
@@ -166,6 +181,9 @@ class Model(Section):
     """Tokens that the tokenizer and the model gain, such as `<tool_call>`; special ones are written
     `<|...|>`. Their rows of the embeddings start as the mean of the others; with lora, they are the
     only rows that are trained."""
+    mtp: MultiToken | None = None
+    """Train the model's layers of multi-token prediction, which transformers leaves out. null: they
+    are copied to exports as they are."""
     freeze: TextList | None = None
     """Parameters that are not trained: patterns of names, such as `model.embed_tokens.*`."""
 

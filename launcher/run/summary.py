@@ -22,6 +22,7 @@ from launcher.models.config_overrides import config_changes
 from launcher.models.description import describe, parts_without_text
 from launcher.models.float8 import describe_float8
 from launcher.models.head import computes_loss
+from launcher.models.multi_token import prediction_layers
 from launcher.models.names import clean_name
 from launcher.models.nf4 import shapes
 from launcher.models.nf4_layers import describe_nf4
@@ -143,6 +144,10 @@ def _model(training: Training) -> Iterator[str]:
         f"{describe(module).depth} blocks ({kind}); a rank is a "
         f"{torch.cuda.get_device_name(device) if device.type == 'cuda' else cpu}"
     )
+    if layers := prediction_layers(module).values():
+        count = sum(shapes(layer)[p].numel() for layer in layers for p in layer.parameters())
+        form = "trained" if recipe.model.mtp is not None and recipe.model.mtp.train else "frozen"
+        yield f"multi-token prediction: {len(layers)} layers, {count_as_text(count)} parameters, {form}"
     for change in config_changes(recipe.model):
         yield f"model.config: {change}"
     yield training.wrapped.summary()
@@ -186,7 +191,8 @@ def _model(training: Training) -> Iterator[str]:
         )
     if (checkpointing := recipe.activation_checkpointing) is not None:
         wrapped = sum(map(is_checkpointed, module.modules()))
-        yield f"activation checkpointing: {checkpointing.mode}, {wrapped} of {len(blocks)} blocks"
+        count = len(blocks) + len(prediction_layers(module))
+        yield f"activation checkpointing: {checkpointing.mode}, {wrapped} of {count} blocks"
         if unwrapped := sum(map(recomputation_changes_state, blocks.values())):
             yield (
                 f"note: {unwrapped} blocks are not checkpointed, recomputation would update their "

@@ -50,7 +50,7 @@ class Parts:
     mixes_dtypes: bool = False
     """Whether forward passes in 16 bits need autocast (`models.precision.mixes_dtypes`)."""
     tower: dict[str, nn.Module] = field(default_factory=dict)
-    """The blocks of towers by name."""
+    """The blocks of towers, and layers of multi-token prediction, by name."""
     recomputation: Recomputation | None = None
     """The context in which a checkpointed block is computed again (`checkpoint_blocks`)."""
 

@@ -39,6 +39,7 @@ from launcher.models.description import (
     parts_without_text,
 )
 from launcher.models.division import Divided, check_all, divisions_of
+from launcher.models.multi_token import prediction_layers
 from launcher.models.names import clean_name
 from launcher.models.precision import computes_in_float32, kept_in_float32, mixes_dtypes
 from launcher.models.record import record_of, whole_model
@@ -157,7 +158,7 @@ class PreparedModel:
                 kept,
                 in_float32=computes_in_float32(model, self.compute_dtype),
                 mixes_dtypes=mixes_dtypes(model, self.compute_dtype),
-                tower=self.tower,
+                tower=self.tower | prediction_layers(model),
                 recomputation=None if documents is None else documents.recomputation,
             ),
             strategy=recipe.strategy,
@@ -354,6 +355,7 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
         attention=recipe.model.attention,
     )
     objective.check_model(model)
+    objective = objective.of_model(model)
     # At once, so that a plan reports patterns that match nothing
     ratios_of(model, recipe.optimizer), decays_of(model, recipe.optimizer)
     attachments = attachments_of(recipe.attachments, recipe.model, model)

@@ -29,6 +29,7 @@ from launcher.recipe.schema import (
     Images,
     MixedPrecision,
     Model,
+    MultiToken,
     Recipe,
     Run,
     Strategy,
@@ -536,3 +537,37 @@ def test_interleaved_stages_hold_more(staged):
     traced, estimated = of_stages(staged("interleaved_1f1b"), machine)
     assert estimated == pytest.approx(traced, rel=0.25)
     assert traced[0] > of_stages(staged(), machine)[0][0]
+
+
+PREDICTING = {
+    "model_type": "qwen3_5_text", "vocab_size": 4096, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32, "max_position_embeddings": 256,
+}  # fmt: skip
+
+
+def predicting(layers, mtp, **strategy):
+    config = PREDICTING | {"num_hidden_layers": layers}
+    small = recipe(**strategy)
+    return dataclasses.replace(small, model=Model(config=config, mtp=mtp))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [{}, {"kind": "ddp"}], ids=["fsdp", "ddp"])
+@pytest.mark.parametrize("detach", [True, False])
+def test_layers_of_multi_token_prediction_are_counted(strategy, detach):
+    """Extrapolated from eight blocks to twelve, too, whose last one has the attention of the layers."""
+    peaks = {}
+    for mtp in (None, MultiToken(detach=detach)):
+        small = predicting(12, mtp, **strategy)
+        traced = trace_step(small, ranks=2, device="cuda", micro_batches=2)
+        work = Work(profile_model(small, device="cuda"), small, ranks=2)
+        peaks[mtp] = traced.peak.total
+        assert estimate_memory(work).peak.total == pytest.approx(traced.peak.total, rel=0.02)
+    without, found = peaks.values()
+    assert found > without
+    frozen = predicting(12, MultiToken(train=False), **strategy)
+    held = trace_step(frozen, ranks=2, device="cuda", micro_batches=2)
+    none = trace_step(predicting(12, None, **strategy), ranks=2, device="cuda", micro_batches=2)
+    assert held.held.gradients == none.held.gradients
+    assert held.held.parameters > none.held.parameters

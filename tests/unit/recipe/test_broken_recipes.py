@@ -284,6 +284,24 @@ IN_ARGUMENTS = r"""
 | model.neftune_noise_alpha=-1 | /range
 | @prefer & model.neftune_noise_alpha=5 | /not-with-preference
 2 | model.neftune_noise_alpha=5 & strategy={kind: fsdp, tensor_parallel_size: 2} | model.neftune_noise_alpha/needs-strategy.tensor_parallel_size
+| model.mtp.weight=0 | /range
+| model.mtp={depth: 2} | model.mtp.depth/unknown
+| model.mtp={} & model.chunked_loss=false | model.mtp/needs-model.chunked_loss
+| model.mtp={} & evaluation.generate={} & data={kind: chat, validation: data.txt} | model.mtp/not-with-evaluation.generate
+| @teach & model.mtp={} | model.mtp/not-with-distillation
+| @prefer & model.mtp={} | model.mtp/needs-data.kind
+| @classify & model.mtp={} | model.mtp/needs-model.task & model.mtp/needs-data.kind
+| model={config: null, builder: 'a:b', mtp: {}} & data.builder=a.b:c & data.train=null | model.mtp/not-with-model.builder
+| model.mtp={only: true, train: false} | model.mtp.only/needs-model.mtp.train
+| model.mtp.only=true & model.freeze=[a] | model.mtp.only/not-with-model.freeze
+| model.mtp.only=true & model.router_bias_update_rate=0.1 | model.mtp.only/not-with-model.router_bias_update_rate
+| model.mtp.only=true & lora={rank: 4} & checkpoint={export: at_end, export_merged: true} | model.mtp.only/not-with-lora
+| model.mtp={} & lora={rank: 4} & checkpoint.export=at_end | checkpoint.export_merged/needed-with-model.mtp
+| model.mtp={} & lora={rank: 4, quantize: nf4} | model.mtp/not-with-lora.quantize
+| model.mtp={} & strategy.context_parallel_size=2 | model.mtp/needs-strategy.context_parallel_size
+| model.mtp={} & strategy.tensor_parallel_size=2 | model.mtp/needs-strategy.tensor_parallel_size
+| model.mtp={} & strategy.expert_parallel_size=2 | model.mtp/needs-strategy.expert_parallel_size
+| model.mtp={} & strategy.pipeline_parallel_size=2 | model.mtp/needs-strategy.pipeline_parallel_size
 | @teach & strategy.context_parallel_size=2 | distillation/needs-strategy.context_parallel_size
 | @teach & strategy.tensor_parallel_size=2 | distillation/needs-strategy.tensor_parallel_size
 | data.kind=preference | /needs-preference

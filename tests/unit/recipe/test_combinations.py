@@ -27,6 +27,7 @@ SETTINGS = {
     "LoRA": ["lora={rank: 4}"],
     "DoRA": ["lora={rank: 4, dora: true}"],
     "QLoRA": ["lora={rank: 4, quantize: nf4}"],
+    "`model.mtp`": ["model.mtp={}"],
     "distillation": ["distillation={teacher: owner/teacher}"],
     "preference tuning": ["data.kind=preference", "data.train=FOLDER/pairs.jsonl", "preference={}"],
     "classification": [

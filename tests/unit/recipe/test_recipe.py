@@ -37,6 +37,7 @@ from launcher.recipe.schema import (
     Kto,
     Lora,
     Model,
+    MultiToken,
     Objective,
     Preference,
     Profile,
@@ -501,6 +502,8 @@ def test_recipe_is_immutable(folder):
     )
     recipe = dataclasses.replace(recipe, preference=Preference(), kto=Kto())  # for other data
     recipe = dataclasses.replace(recipe, distillation=Distillation(teacher="a/b"))
+    model = dataclasses.replace(recipe.model, mtp=MultiToken())
+    recipe = dataclasses.replace(recipe, model=model)
     recipe = dataclasses.replace(recipe, objective=Objective(loss="a:b"), images=Images())
     recipe = dataclasses.replace(recipe, embedding=Embedding(), reranker=Reranker())
     with pytest.raises(dataclasses.FrozenInstanceError):
