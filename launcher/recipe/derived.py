@@ -21,7 +21,7 @@ from launcher.recipe.rules import excluded_by
 from launcher.recipe.schema import Data, Recipe
 from launcher.recipe.section import AutoFloat, AutoInt
 from launcher.recipe.yaml_text import flow_yaml
-from launcher.sources.finding import first_row
+from launcher.sources.finding import first_rows
 from launcher.sources.hub import model_config
 from launcher.sources.layouts import RETRIEVAL, documents_of, match_row, named_columns
 
@@ -40,6 +40,8 @@ class Derived:
 
 Choices = dict[str, Derived]
 """What was chosen in place of `auto`, by key."""
+_LOOKED_AT = 100
+"""First rows in which the documents of a query are counted."""
 _STANDS_BACK = {
     "run.epochs": ("run.max_steps",),
     "data.validation_split": ("data.validation", "data.builder", "data.streaming"),
@@ -107,7 +109,7 @@ def decide_packing(
         yield Problem(("data", "packing"), "not-with-model", f"{why}; set it to auto, or to false")
 
 
-def decide_documents(plain: dict[str, Any], derived: dict[KeyPath, Derived], *, hub: bool) -> None:
+def decide_documents(plain: dict[str, Any], derived: dict[KeyPath, Derived]) -> None:
     """Sets data.documents where it is not given, by the first row: with packing, the plan counts so many
     for each query."""
     data = plain.get("data")
@@ -118,17 +120,19 @@ def decide_documents(plain: dict[str, Any], derived: dict[KeyPath, Derived], *, 
     counts = dict[int, str]()
     for patterns in files:
         listed = [patterns] if isinstance(patterns, str) else patterns
+        if not isinstance(listed, list | tuple):
+            continue
         with contextlib.suppress(RecipeError):  # reported where the rows are read
-            found = first_row(listed, hub=hub) if isinstance(listed, list | tuple) else None
-            match = (
-                None if found is None else match_row(found[1], named_columns(data), [data["kind"]])
-            )
-            if found is not None and match is not None:
-                counts[documents_of(found[1], match)] = found[0]
+            name, rows = first_rows(listed, _LOOKED_AT) or ("", [])
+            found = ((row, match_row(row, named_columns(data), [data["kind"]])) for row in rows)
+            for row, match in found:
+                if match is not None:
+                    counts.setdefault(documents_of(row, match), name)
     if counts:
         most = min(max(counts), Data.documents)
         data["documents"] = most
-        why = f"as many as the first row of {shown(counts[max(counts)])} has"
+        why = f"as many as one of the first {_LOOKED_AT} rows of {shown(counts[max(counts)])} has"
+        why += "" if most == max(counts) else f", up to {most}"
         derived["data", "documents"] = Derived(most, why)
 
 

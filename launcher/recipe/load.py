@@ -159,7 +159,7 @@ def load_recipe(
     open_rate_of_adapters(plain)
     problems += _interpolate(plain, origins)
     problems += _complete(plain, origins, hub=hub)
-    decide_documents(plain, origins.derived, hub=hub)
+    decide_documents(plain, origins.derived)
     problems += decide_packing(plain, origins.derived, hub=hub)
     decide_precision(plain, origins.derived)
     problems += _characters(plain, {problem.path for problem in problems})

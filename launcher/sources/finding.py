@@ -6,6 +6,7 @@ import contextlib
 import csv
 import hashlib
 import io
+import itertools
 import json
 import os
 from collections import Counter
@@ -323,6 +324,23 @@ def first_row(
             except Exception:  # of damaged files: many classes, reported when they are read
                 return None
     return None
+
+
+def first_rows(patterns: Iterable[str], most: int) -> tuple[str, list[Mapping[str, Any]]] | None:
+    """The first file that the patterns name, and its first rows, at most so many; of a large .json file,
+    of a folder of `save_to_disk` and of a hub data set, which is not fetched, at most one. None: they are
+    not known here. Raises RecipeError as `first_row`."""
+    first = first_row(patterns)
+    if first is None:
+        return None
+    name, row = first
+    form, rows = row_form(name), [row]
+    if form not in (None, "json"):
+        with contextlib.suppress(Exception):  # of damaged rows: reported when they are read
+            part = replace(file_part(Location(name)), max_document=_FIRST_LINE)
+            found = (each.values for each in itertools.islice(read_rows(part), most))
+            rows = [values for values in found if values is not None]
+    return name, rows or [row]
 
 
 def why_text(patterns: Iterable[str]) -> str | None:

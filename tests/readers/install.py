@@ -1,7 +1,8 @@
 """Installs what reads exports beside this project: `python -m tests.readers.install FOLDER`.
 
-transformers 4, llama.cpp's converter and llama.cpp itself, and tokenizers of published models. Each
-has a folder of its own, because transformers 4 and 5 cannot be installed side by side.
+transformers 4, sentence-transformers, llama.cpp's converter and llama.cpp itself, and tokenizers of
+published models. Each has a folder of its own, because transformers 4 and 5 cannot be installed side by
+side.
 """
 
 import shutil
@@ -13,6 +14,10 @@ from pathlib import Path
 TRANSFORMERS = ("transformers==4.57.3", "tokenizers==0.22.1", "huggingface-hub==0.36.2")
 SENTENCEPIECE = "sentencepiece==0.2.3"
 """Needed by the converter, whatever the tokenizer is."""
+SENTENCE_TRANSFORMERS = (
+    *("sentence-transformers==6.2.0", "scikit-learn==1.9.1", "scipy==1.17.1", "joblib==1.6.0"),
+    *("threadpoolctl==3.8.0", "narwhals==2.29.0", "cloudpickle==3.1.3"),
+)
 LLAMA_CPP_PYTHON = "llama-cpp-python==0.3.36"
 """Its source holds llama.cpp's converters. Nothing of it is built."""
 NODE = ("node-llama-cpp@3.22.1",)
@@ -57,6 +62,7 @@ def install(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     install_python(folder / "transformers4", TRANSFORMERS)
     install_python(folder / "sentencepiece", (SENTENCEPIECE,))
+    install_python(folder / "sentence_transformers", SENTENCE_TRANSFORMERS)
     install_converter(folder / "llama.cpp")
     packages = [*NODE, *(TOKENIZER.format(name) for name in TOKENIZERS)]
     if not (folder / "node_modules").exists():
