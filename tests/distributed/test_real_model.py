@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from launcher.reliability.json_files import read_jsonl
 from tests import REPOSITORY
@@ -73,3 +73,44 @@ def test_adapters_teach_a_real_model_a_format(tmp_path):
     done = run([sys.executable, SCRIPT, "answers", MODEL], timeout=300)
     done.check()
     assert "The capital of France is Paris." in done.output
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not MODEL.is_dir(), reason="`make real-model` writes the model")
+def test_vectors_of_a_real_model_find_functions(tmp_path):
+    """Twelve steps; and the vectors of the export are those of the evaluation."""
+    pairs = tmp_path / "pairs"
+    script = REPOSITORY / "recipes/docstrings.py"
+    run([sys.executable, script, pairs], timeout=120).check()
+    few = pairs.joinpath("validation.jsonl").read_text("utf-8").splitlines()[:60]
+    (pairs / "few.jsonl").write_text("\n".join(few), "utf-8")
+    torchrun(
+        "launcher/train.py",
+        "recipe=embedding",
+        f"model.path={MODEL}",
+        f"run.dir={tmp_path}/run",
+        f"data.train=[{pairs}/train.jsonl]",
+        f"data.validation=[{pairs}/few.jsonl]",
+        *("data.limit=400", "data.sequence_length=64", "checkpoint.export_dtype=float32"),
+        ranks=2,
+        timeout=1200,
+    ).check()
+    lines = read_jsonl(tmp_path / "run/metrics.jsonl")
+    before, after = [line for line in lines if "eval_loss" in line]
+    assert after["eval_recall@10"] > before["eval_recall@10"] + 0.3
+    model = AutoModel.from_pretrained(tmp_path / "run/hf", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/hf")
+    sides = []
+    for name in ("query", "positive"):
+        vectors = []
+        for line in few:
+            ids = tokenizer(json.loads(line)[name], truncation=True, max_length=64).input_ids
+            with torch.no_grad():
+                hidden = model(torch.tensor([ids])).last_hidden_state[0, -1]
+            vectors.append(torch.nn.functional.normalize(hidden, dim=0))
+        sides.append(torch.stack(vectors))
+    similarities = sides[0] @ sides[1].T
+    place = (similarities >= similarities.diagonal()[:, None]).sum(1)
+    assert after["eval_recall@10"] == pytest.approx((place <= 10).double().mean().item())
+    loss = torch.nn.functional.cross_entropy(similarities / 0.05, torch.arange(len(few)))
+    assert after["eval_loss"] == pytest.approx(loss.item(), rel=1e-4)
