@@ -238,7 +238,8 @@ def _check(stored: StoredModel, folder: Path, tokenizer: str | None) -> None:
     model = stored.model
     if not hasattr(model, "can_generate") or not model.can_generate():
         raise RecipeError(
-            f"chat: {folder}: {type(model).__name__} does not generate text; use transformers' pipeline"
+            f"chat: {folder}: {type(model).__name__} does not generate text; use transformers' pipeline, or "
+            "for embeddings and rerankers sentence-transformers"
         )
     if tokenizer is None:
         raise RecipeError(f"chat: {folder}: the run has no tokenizer (data.tokenizer)")

@@ -110,6 +110,7 @@ def print_page(
     page.title(
         f"{recipe.run.name} · {name}",
         "validation" if validates else streamed,
+        marks=all(dataset_objective(each).predicts_tokens for each in opened.values()),
         weighted=any(dataset.store.weights is not None for dataset in opened.values()),
     )
     name_of_tokenizer = tokenizer_name(data, recipe.model)
@@ -397,10 +398,13 @@ class Page:
             after = int(store.offsets[document + 1]) - end
             if before:
                 self._print(f"… {before:,} tokens of it come before these", "cyan")
-            loss = dataset_objective(dataset).marks(dataset, row, start, end)
-            weights = None if store.weights is None else store.weights[start:end].tolist()
+            objective = dataset_objective(dataset)
+            loss = objective.marks(dataset, row, start, end)
+            weights = None
+            if store.weights is not None and objective.predicts_tokens:
+                weights = store.weights[start:end].tolist()
             first = 0
-            for part, end_of_part in dataset_objective(dataset).parts(dataset, document):
+            for part, end_of_part in objective.parts(dataset, document):
                 last = min(end_of_part - before, end - start)
                 if part and shown + first < most:
                     self._print(f"{part}:", "cyan")

@@ -226,9 +226,10 @@ class SequenceDataset:
                 f"({share:.1%} of all)"
             )
         if more := store.further_documents:
+            are = "1 document is" if more == 1 else f"{more:,} documents are"
             lines.append(
-                f"note: {more:,} documents are not used: they come after the first ones of their rows, as "
-                "many as data.documents says"
+                f"warning: {are} not used: rows have more than data.documents says; a larger number uses "
+                "them"
             )
         if dropped := sequences.long_documents:
             why = f"they are {longer} (data.sequence_length, data.overlong)"
@@ -238,9 +239,12 @@ class SequenceDataset:
                 f"warning: {dropped:,} of {sequences.documents:,} {self.unit} are dropped: {why}"
             )
         if dropped := sequences.dropped_documents:
+            without = "no token with loss"
+            if self.unit == "queries":
+                without = "not what the loss compares (docs/embeddings.md#the-loss)"
             within = f" in their first {self.text_length} tokens (data.sequence_length)"
             lines.append(
-                f"warning: {dropped:,} of {sequences.documents:,} {self.unit} have no token with loss"
+                f"warning: {dropped:,} of {sequences.documents:,} {self.unit} have {without}"
                 f"{within if sequences.cut_documents else ''} and are dropped"
             )
         if store.skipped:

@@ -6,6 +6,8 @@ text is, and the weights what score it has, so that a store has no further files
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -106,7 +108,8 @@ def read_retrieval(encoder: Encoder, found: Match, row: Values) -> RetrievalRow:
         raise RowError(f"column {answers!r} must hold at least one text; got an empty list")
     others = [found.get("negatives"), found.get("rejected"), *further_negatives(found)]
     for column in others:
-        if column is not None and row.get(column) is not None:
+        # A .csv has no null
+        if column is not None and row.get(column) not in (None, ""):
             documents += [(text, NEGATIVE) for text in _texts(row, column)]
     scores = _scores(row, found, documents)
     most = encoder.settings.get("documents", schema.Data.documents)
@@ -129,6 +132,10 @@ def _texts(row: Values, column: str, *, empty: bool = False) -> Iterator[str]:
     value = row.get(column)
     if isinstance(value, np.ndarray):
         value = value.tolist()
+    if isinstance(value, str) and value.lstrip().startswith("["):  # as in a .csv
+        with contextlib.suppress(ValueError, RecursionError):
+            listed = json.loads(value)
+            value = listed if isinstance(listed, list) else value
     for one in value if isinstance(value, list) and not _is_message(value) else [value]:
         text = _text(one)
         if text is None:
@@ -165,13 +172,16 @@ def _scores(row: Values, found: Match, documents: Sequence[object]) -> list[floa
     for column in given:
         value: Any = row[column]
         value = value.tolist() if isinstance(value, np.ndarray) else value
+        if isinstance(value, str):  # of a .csv
+            with contextlib.suppress(ValueError, RecursionError):
+                value = json.loads(value)
         scores += value if isinstance(value, list) else [value]
     names = " and ".join(map(repr, given))
     numbers = all(type(score) in (int, float) and math.isfinite(score) for score in scores)
     if not numbers or max(map(abs, scores), default=0) > 1e30:
         raise RowError(f"column {names} must hold numbers, one for each document")
     if len(scores) != len(documents):
-        hint = typed("data.ignore_columns", given)
+        hint = f"{typed('data.ignore_columns', given)} trains without the scores"
         what = f"{len(documents)} documents, but {len(scores)} scores in {names}"
         raise RowError(
             f"{what}: there must be one for each positive, then for each negative; {hint}"

@@ -39,7 +39,13 @@ from launcher.objectives.embedding_losses import (
     joined,
     spearman,
 )
-from launcher.objectives.retrieval import Mask, Retrieval, known_scores, roles_in
+from launcher.objectives.retrieval import (
+    Mask,
+    Retrieval,
+    known_scores,
+    refuse_scores,
+    roles_in,
+)
 from launcher.recipe import schema
 from launcher.recipe.model_config import attends_both_ways
 from launcher.sources.hub import model_config, model_folder
@@ -133,11 +139,14 @@ class EmbeddingObjective(Retrieval):
 
         asks, others = has(roles[ends] == QUERY), has(roles[ends] == NEGATIVE)
         if loss == "infonce":
-            return asks | others
+            return asks | others if asks.any() else asks
         if loss in ("triplet", "margin_mse"):
             asks &= others
         if loss in SCORED:
-            asks &= ~has((roles[ends] != QUERY) & ~known_scores(store, ends))
+            known = known_scores(store, ends)
+            asks &= ~has((roles[ends] != QUERY) & ~known)
+            if loss == "cosine" and self.settings.normalize and known.any():
+                refuse_scores(store, ends[known], -1.0, 1.0, "embedding.loss: cosine")
         return asks
 
     def needs(self) -> str:
@@ -146,7 +155,7 @@ class EmbeddingObjective(Retrieval):
         if loss == "triplet":
             return "no row has a negative, which embedding.loss=triplet needs"
         if loss not in SCORED:
-            return "no row has a text"
+            return "no row has a query"
         what = f"no row has what embedding.loss={loss} compares: a score for each document"
         negative = ", and a negative" if loss == "margin_mse" else ""
         return f"{what} (data.columns.scores=NAME){negative}"

@@ -27,7 +27,14 @@ from launcher.models.hugging_face_files import Text
 from launcher.models.micro_batch import MicroBatch
 from launcher.models.predictions import logits
 from launcher.objectives.base import MetricValues
-from launcher.objectives.retrieval import MOST_TEXTS, Mask, Retrieval, known_scores, roles_in
+from launcher.objectives.retrieval import (
+    MOST_TEXTS,
+    Mask,
+    Retrieval,
+    known_scores,
+    refuse_scores,
+    roles_in,
+)
 from launcher.recipe import schema
 from launcher.sources.sentence_transformers import LENGTHS, MODULES, SCORE, SETTINGS
 
@@ -98,6 +105,9 @@ class RerankerObjective(Retrieval):
             for role in (POSITIVE, NEGATIVE)
         }
         if self.settings.loss == "binary":
+            scored = known_scores(store, ends)
+            if scored.any():
+                refuse_scores(store, ends[scored], 0.0, 1.0, "reranker.loss: binary")
             found: Mask = count[POSITIVE] + count[NEGATIVE] > 0
             return found
         known = np.bincount(of[known_scores(store, ends)], minlength=store.documents)

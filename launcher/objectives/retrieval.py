@@ -28,6 +28,7 @@ from launcher.data.dataset import SequenceDataset
 from launcher.data.packing import Integers, Sequences
 from launcher.data.retrieval_rows import NEGATIVE, POSITIVE, QUERY
 from launcher.data.token_store import ModelTraits, TokenStore
+from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.objectives.base import Example, Objective
 from launcher.recipe import schema
@@ -172,6 +173,21 @@ def known_scores(store: TokenStore, ends: npt.NDArray[Any]) -> Mask:
         return np.zeros(len(ends), bool)
     known: Mask = ~np.isnan(np.asarray(store.weights[ends]))
     return known
+
+
+def refuse_scores(
+    store: TokenStore, ends: npt.NDArray[Any], least: float, most: float, loss: str
+) -> None:
+    """Raises RecipeError if a score of the texts that end there is not in the range of a loss, which
+    `loss` names."""
+    assert store.weights is not None
+    scores = np.asarray(store.weights[ends])
+    outside = scores[(scores < least) | (scores > most)]
+    if len(outside):
+        what = f"needs scores from {least:g} to {most:g}, and {len(outside):,} of {len(scores):,} are not"
+        raise RecipeError(
+            f"{loss}: {what}, such as {outside[0]:g}; scale the scores of the data, or use another loss"
+        )
 
 
 def collate_texts(rows: list[Sample], inputs: RowInputs) -> Collated:

@@ -115,8 +115,11 @@ def decide_documents(plain: dict[str, Any], derived: dict[KeyPath, Derived]) -> 
     data = plain.get("data")
     if not isinstance(data, dict) or data.get("kind") not in RETRIEVAL or "documents" in data:
         return
-    train = data.get("train")
-    files = [each.get("files") for each in train.values()] if isinstance(train, dict) else [train]
+    train, validation = data.get("train"), data.get("validation")
+    sources = train.values() if isinstance(train, dict) else [train]
+    files = [each.get("files") if isinstance(each, dict) else each for each in sources]
+    # Evaluations are of the same documents
+    files += validation.values() if isinstance(validation, dict) else [validation]
     counts = dict[int, str]()
     for patterns in files:
         listed = [patterns] if isinstance(patterns, str) else patterns

@@ -353,8 +353,9 @@ class Data(Section):
     """Kind chat: a message of the assistant may have a weight, such as `weight: 0.5`, which is that of its
     tokens in the loss. false: a weight is 0 or 1."""
     documents: Annotated[PositiveInt, Field(le=1000)] = 8
-    """Kinds retrieval and reranking: documents of a row that are used at most, its positive ones first. With packing, a
-    sequence has room for a query with so many documents, of sequence_length tokens each."""
+    """Kinds retrieval and reranking: documents of a row that are used at most, its positive ones first. If it is not given
+    and the data is here, as many as one of the first 100 rows has, also of data.validation, up to 8. With packing, a sequence has room
+    for a query with so many documents, of sequence_length tokens each."""
     query_prompt: str | None = None
     """Kind retrieval: text in front of each query, such as `query: `; the column `prompt` of a row
     replaces it. null: that which the model has (config_sentence_transformers.json), or none. Kind

@@ -578,6 +578,9 @@ class TrainingRun:
             return "the adapter, for peft's PeftModel.from_pretrained"
         if not hasattr(self._training.wrapped.module, "config"):
             return "the weights, model.safetensors, by the names of model.builder's model"
+        readers = {"embedding": "SentenceTransformer", "reranker": "CrossEncoder"}
+        if (reader := readers.get(self._recipe.model.task)) is not None:
+            return f"the weights, for {reader}(FOLDER) of sentence-transformers"
         return "the weights, for transformers' from_pretrained"
 
     def _export_failed(self, error: OSError) -> str:

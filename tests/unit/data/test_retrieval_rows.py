@@ -81,6 +81,18 @@ def test_layouts_of_published_sets(name):
     assert (POSITIVE in roles) == (QUERY in roles)
 
 
+def test_values_of_a_csv_are_texts():
+    row = {"query": "[1] a", "positive": '["b", "c"]', "negative_1": "d", "negative_2": ""}
+    found = encoded({**row, "scores": "[1, 0.5, 0]"})
+    assert [(text, score) for text, _, score in texts(found)[1:]] == [
+        ("b", 1),
+        ("c", 0.5),
+        ("d", 0),
+    ]
+    assert texts(found)[0][0] == "[1] a"
+    assert texts(encoded({"sentence1": "a", "sentence2": "b", "score": "0.25"}))[1][2] == 0.25
+
+
 def test_prompts_are_in_front_and_a_row_has_its_own():
     prompts = {"query_prompt": "q: ", "document_prompt": "d: "}
     assert [text for text, *_ in texts(encoded({"query": "a", "pos": "b"}, **prompts))] == [

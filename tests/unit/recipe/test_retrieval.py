@@ -40,6 +40,7 @@ def test_documents_are_the_most_of_the_first_rows(load):
     assert load([ROW] * 100 + [several]).data.documents == 1
     assert load([{**ROW, "negatives": ["c"] * 30}]).data.documents == 8
     assert load([ROW, several], "data.documents=2").data.documents == 2
+    assert load([ROW], "data.validation=[rows.jsonl]").data.documents == 1
     recipe = load([ROW, several], "data.sequence_length=16")
     assert (recipe.data.kind, recipe.data.row_length, recipe.data.joins_rows) == (
         "retrieval",
