@@ -165,7 +165,8 @@ def _text(value: object) -> str | None:
 def _scores(row: Values, found: Match, documents: Sequence[object]) -> list[float] | None:
     """The score of each document; None: the row has no scores. Raises RowError."""
     columns = [found.get(role) for role in ("scores", "positive_scores", "negative_scores")]
-    given = [column for column in columns if column is not None and row.get(column) is not None]
+    there = [column for column in columns if column is not None]
+    given = [column for column in there if row.get(column) not in (None, "")]  # of a .csv: empty
     if not given:
         return None
     scores: list[Any] = []
