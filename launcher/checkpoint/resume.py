@@ -142,12 +142,22 @@ def check_recipe(
     path: Path, before: Mapping[str, object], now: Mapping[str, object], *, allow: bool
 ) -> None:
     """Raises RecipeError if changes since a checkpoint alter the training, unless allowed, and if
-    only one of the two recipes has averages of the weights."""
+    the optimizer is another one or only one of the two recipes has averages of the weights."""
+    _check_optimizer(path, before, now)
     _check_averages(path, before, now)
     altering = recipe_changes(before, now, altering=True)
     if altering and not allow:
         what = f"{path} is of another recipe, and these changes alter the training:"
         raise _refusal(what, altering, "undo them")
+
+
+def _check_optimizer(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    had, has = ((each.get("optimizer") or {}).get("name") for each in (before, now))
+    if had is not None and has is not None and had != has:
+        raise RecipeError(
+            f"optimizer.name: {path} has the state of {had}, not of {has}; set it to {had}, or train "
+            "into another run.dir, with the exported weights as model.path"
+        )
 
 
 def _check_averages(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:

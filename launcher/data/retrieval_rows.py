@@ -108,8 +108,7 @@ def read_retrieval(encoder: Encoder, found: Match, row: Values) -> RetrievalRow:
         raise RowError(f"column {answers!r} must hold at least one text; got an empty list")
     others = [found.get("negatives"), found.get("rejected"), *further_negatives(found)]
     for column in others:
-        # A .csv has no null
-        if column is not None and row.get(column) not in (None, ""):
+        if column is not None and not _is_empty(row.get(column)):
             documents += [(text, NEGATIVE) for text in _texts(row, column)]
     scores = _scores(row, found, documents)
     most = encoder.settings.get("documents", schema.Data.documents)
@@ -146,6 +145,11 @@ def _texts(row: Values, column: str, *, empty: bool = False) -> Iterator[str]:
         yield encodable(text, f"column {column!r}")
 
 
+def _is_empty(value: object) -> bool:
+    """Whether there is no value: null, which a .csv has not, or an empty cell."""
+    return value is None or (isinstance(value, str) and not value)
+
+
 def _is_message(value: list[Any]) -> bool:
     """Whether a list is a conversation of one message."""
     return len(value) == 1 and isinstance(value[0], dict) and "content" in value[0]
@@ -166,7 +170,7 @@ def _scores(row: Values, found: Match, documents: Sequence[object]) -> list[floa
     """The score of each document; None: the row has no scores. Raises RowError."""
     columns = [found.get(role) for role in ("scores", "positive_scores", "negative_scores")]
     there = [column for column in columns if column is not None]
-    given = [column for column in there if row.get(column) not in (None, "")]  # of a .csv: empty
+    given = [column for column in there if not _is_empty(row.get(column))]
     if not given:
         return None
     scores: list[Any] = []
