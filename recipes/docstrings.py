@@ -47,7 +47,9 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rows: dict[str, dict[str, dict[str, str]]] = {"train": {}, "validation": {}}
     library = Path(sysconfig.get_path("stdlib"))
-    modules = [m for m in sorted(library.rglob("*.py")) if not {"site-packages", "test"} & {*m.parts}]
+    modules = [
+        m for m in sorted(library.rglob("*.py")) if not {"site-packages", "test"} & {*m.parts}
+    ]
     for module in modules:
         name = str(module.relative_to(library))
         held_out = hashlib.sha256(name.encode()).digest()[0] < 32  # an eighth
