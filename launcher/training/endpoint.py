@@ -27,7 +27,7 @@ TOGETHER = 16
 _ATTEMPTS = 6
 _FIRST_WAIT = 1.0
 """Seconds after the first attempt; twice as many after each further one."""
-_TIMEOUT = 300.0
+_TIMEOUT = 200.0
 """Seconds that an answer may take."""
 _AGAIN = (408, 429)
 """Statuses, beside those from 500 on, after which a request is sent again."""
@@ -114,6 +114,8 @@ class Endpoint:
         """The JSON that the server answers. what: names it in messages."""
         headers = {"Content-Type": "application/json"}
         if key := self.environment.get(KEY):
+            if not (key.isascii() and key.isprintable()):  # its exception would show the key
+                raise self._refusal(f"{KEY} has a line break, or other characters that no key has")
             headers["Authorization"] = f"Bearer {key}"
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self.url.rstrip('/')}/{path}", data, headers)
@@ -130,9 +132,11 @@ class Endpoint:
                     text = self._shown(error.read(4096).decode("utf-8", "replace"))
                 problem = f"status {error.code}: {text}"
                 if error.code in (401, 403):
-                    raise self._refusal(f"{problem}; set {KEY} in the environment of the run")
+                    raise self._refusal(
+                        f"{problem}; set {KEY} in the environment of the run"
+                    ) from None
                 if error.code < 500 and error.code not in _AGAIN:
-                    raise self._refusal(f"{what}: {problem}")
+                    raise self._refusal(f"{what}: {problem}") from None
                 continue
             except (OSError, http.client.HTTPException) as error:  # of the network, or a timeout
                 problem = self._shown(str(getattr(error, "reason", error)) or type(error).__name__)
@@ -141,7 +145,7 @@ class Endpoint:
                 return json.loads(content)
             except ValueError:
                 text = self._shown(content.decode("utf-8", "replace"))
-                raise self._refusal(f"{what} is no JSON: {text}")
+                raise self._refusal(f"{what} is no JSON: {text}") from None
         raise self._refusal(
             f"{what} did not come in {_ATTEMPTS} attempts: {problem}; start the server, or correct "
             "the URL, and start the run again: it continues with the answers that it has"

@@ -44,7 +44,7 @@ from launcher.training.generation import complete, most_likely
 
 logger = logging.getLogger(__name__)
 
-_WINDOW = 4 * TOGETHER
+_WINDOW = 2 * TOGETHER
 """Prompts that are sent to a server before the ranks meet."""
 
 Answers = list[list[int]]
