@@ -25,7 +25,7 @@ evaluation: {every_steps: 3}
 checkpoint: {every_steps: 2, keep_last: 10}
 distillation: {teacher: teacher, top_k: 8, weight: 0.9, rounds: 3, answers: student, max_new_tokens: 6}
 """
-END = 259
+END = 256
 """The token that ends a turn."""
 COMPARED = ("step", "loss", "cross_entropy", "kl", "grad_norm", "eval_loss", "loss_tokens", "lr")
 
