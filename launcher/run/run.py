@@ -7,7 +7,7 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -431,7 +431,7 @@ class TrainingRun:
             self._checkpoints.wait_staged()
 
     @contextmanager
-    def _preparing_round(self) -> Iterator[None]:
+    def _preparing_round(self) -> Iterator[Callable[[str], None]]:
         """A context between two steps. A requested stop has nothing to save in it: the step before is
         saved, and what is computed is kept as it comes."""
         if self._checkpoints is not None:
@@ -439,7 +439,7 @@ class TrainingRun:
         self._set_timeout(self._recipe.run.init_timeout)
         self._progress.preparing = True
         with self._reporter.excluded("round"), self._progress.slow("round"):
-            yield
+            yield self._progress.heartbeat
             gather(None, self._ranks.group)  # waits for ranks that are still preparing
         self._progress.preparing = False
         if self._progress.started:

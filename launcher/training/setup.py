@@ -88,8 +88,10 @@ class Hooks:
     stop_reached: Callable[[], bool] = lambda: False
     wait_for_copies: Callable[[], None] = lambda: None
     """Waits until a save that has begun has copied the weights, before they change."""
-    preparing: Callable[[], AbstractContextManager[None]] = nullcontext
-    """A context in which a round is prepared, between two steps."""
+    preparing: Callable[[], AbstractContextManager[Callable[[str], None]]] = lambda: nullcontext(
+        lambda phase: None
+    )
+    """A context in which a round is prepared, between two steps. Its value takes the phases."""
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,8 @@ class Training:
             return
         rounds.forget_after(data)
         while data.start.step < steps:
-            with self.hooks.preparing():
-                of_round = rounds.prepare(data, heartbeat=self.hooks.heartbeat)
+            with self.hooks.preparing() as heartbeat:
+                of_round = rounds.prepare(data, heartbeat=heartbeat)
             done = data.start.step
             for step in self._steps(of_round, steps=steps):
                 done = step.number

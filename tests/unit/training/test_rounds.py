@@ -93,8 +93,20 @@ def test_answers_in_a_file(tmp_path, line, problem):
         assert rounds.read_answers(file, range(4, 5), prompts="p") == ["one\u2028line"]
 
 
+class Server(ThreadingHTTPServer):
+    """A server with the replies of a test."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.replies: list[tuple[int | None, bytes, dict[str, str]]] = []
+        self.requests, self.lock = 0, threading.Lock()
+        self.waits: list[float] = []
+
+
 class Replies(BaseHTTPRequestHandler):
     """Replies with the `replies` of the server, in turn, and the last one again and again."""
+
+    server: Server
 
     def do_GET(self):
         self.do_POST()
@@ -121,8 +133,8 @@ class Replies(BaseHTTPRequestHandler):
 def server(monkeypatch):
     waits: list[float] = []
     monkeypatch.setattr(endpoint, "time", SimpleNamespace(sleep=waits.append))
-    with ThreadingHTTPServer(("127.0.0.1", 0), Replies) as server:
-        server.replies, server.requests, server.lock, server.waits = [], 0, threading.Lock(), waits
+    with Server(("127.0.0.1", 0), Replies) as server:
+        server.waits = waits
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
