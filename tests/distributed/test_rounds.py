@@ -172,11 +172,9 @@ def test_answers_do_not_depend_on_the_number_of_ranks(folder):
 
 
 @pytest.mark.long
-def test_one_round_of_the_answers_in_the_rows_is_what_it_was(folder):
-    """With the answers of the rows in files, a run in rounds trains as a run without them."""
-    greedy = {
-        sum_of(a, b)["messages"][0]["content"]: str(a + b) for a in range(9) for b in range(7)
-    }
+def test_answers_in_files_train_as_those_in_the_rows(folder):
+    """A run in rounds whose files have the answers of the rows trains as a run without rounds."""
+    sums = {sum_of(a, b)["messages"][0]["content"]: str(a + b) for a in range(9) for b in range(7)}
     words = (
         "distillation.answers=folder",
         "distillation.folder=mine",
@@ -190,7 +188,7 @@ def test_one_round_of_the_answers_in_the_rows_is_what_it_was(folder):
         answers = []
         for line in read_lines(file):
             prompt = line["prompt"].split("<|user|>")[1].split("<|end|>")[0]
-            answers.append({"sample": line["sample"], "answer": greedy[prompt]})
+            answers.append({"sample": line["sample"], "answer": sums[prompt]})
         write_lines(folder / f"mine/round_{number:04}.jsonl", answers[::-1])
     train(folder, "files", *words)
     one = ("distillation.answers=data", "distillation.rounds=1", "distillation.max_new_tokens=256")
