@@ -225,7 +225,7 @@ class Rounds:
                     generator = np.random.default_rng(derived_seed(self.seed, name))
                     draws[row] = generator.random(settings.max_new_tokens)
                 choose = _Choose(
-                    torch.from_numpy(draws).to(ranks.device),
+                    torch.from_numpy(draws),
                     temperature=settings.answer_temperature,
                     vocabulary=len(tokenizer),
                 )
@@ -337,7 +337,7 @@ class _Choose:
     """Draws the tokens of rows."""
 
     draws: torch.Tensor
-    """A number in [0, 1) for each token, (rows, steps), float64."""
+    """A number in [0, 1) for each token, (rows, steps), float64, on the CPU."""
     temperature: float
     vocabulary: int
     """Tokens that the tokenizer knows. Models have spare entries behind them."""
@@ -346,11 +346,12 @@ class _Choose:
         known = logits[:, : self.vocabulary]
         if not self.temperature or step >= self.draws.shape[1]:
             return most_likely(known, step)
-        sums = (known.double() / self.temperature).softmax(-1).cumsum(-1)
+        # On the CPU: sums of a GPU depend on its kind, and are refused by run.deterministic
+        sums = (known.cpu().double() / self.temperature).softmax(-1).cumsum(-1)
         drawn = self.draws[:, step, None] * sums[:, -1:]
         # The first token whose sum is larger: it has a probability above 0
         found = torch.searchsorted(sums, drawn, right=True)[:, 0]
-        return found.clamp(max=known.shape[1] - 1)
+        return found.clamp(max=known.shape[1] - 1).to(logits.device)
 
 
 def read_answers(file: Path, samples: Sequence[int], *, prompts: Path) -> list[str]:
