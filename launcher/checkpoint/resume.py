@@ -40,6 +40,8 @@ _HARMLESS = (
     "data.max_document",
     "data.cache",
     "data.validation",
+    "distillation.endpoint",
+    "distillation.folder",
 )
 """Keys of the sections in _ALTERS_TRAINING that do not change what the model learns."""
 _UNREPORTED = (

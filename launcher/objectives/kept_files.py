@@ -1,5 +1,6 @@
 """What is computed once before the first step, in files of the run folder: the log-probabilities of
-answers by the initial weights, and a teacher's predictions. A resume reads them."""
+answers by the initial weights, a teacher's predictions, and the rows of a round of distillation. A
+resume reads them."""
 
 from __future__ import annotations
 
@@ -7,10 +8,11 @@ import io
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +36,8 @@ from launcher.strategies.base import compute_dtype
 
 logger = logging.getLogger(__name__)
 
+_Part = TypeVar("_Part", bound=Sized)
+"""Rows that are written at once."""
 Reference = npt.NDArray[np.float32]
 """Log-probabilities of the answers of each document of a store: (documents, answers)."""
 _TOP_K = (("id", "<i4"), ("log_probability", "<f4"))
@@ -108,15 +112,12 @@ class ReferenceFile:
 
 
 @dataclass(frozen=True)
-class TeacherFile:
-    """RUN_DIR/teacher_top_k.npy: rows of `top_k_dtype`; and its description, a JSON file, with the
-    number of rows that are written so far and a checksum of the file up to their end."""
+class _GrowingFile(ABC, Generic[_Part]):
+    """A file to which rows are added in parts, so that an interrupted pass continues; and its
+    description, a JSON file, with the number of rows that are written so far and a checksum of the
+    file up to their end."""
 
     path: Path
-    teacher: str
-    """Names the teacher's weights. A file of others is not used."""
-    config: str | None = None
-    """`config_digest` of the teacher. A file of another one is not used."""
 
     def read(self, about: Mapping[str, Any]) -> int:
         """The number of rows that can be used for what `about` describes. Warns of a file that
@@ -125,10 +126,10 @@ class TeacherFile:
             found = json.loads(self._description.read_text())
             if older := "config" in about and "config" not in found:
                 found["config"] = about["config"]
-            problem = "is of another teacher, other settings or other data"
+            problem = self._other
             if {name: found.get(name) for name in about} == about:
                 written: int = found["written"]
-                digest = checksum_of_file(self.path, size=_end(about, written))
+                digest = checksum_of_file(self.path, size=self._end(found, written))
                 if digest.hexdigest() == found["checksum"]:
                     if older:
                         logger.warning(_without_config(self.path, "distillation.teacher"))
@@ -138,11 +139,11 @@ class TeacherFile:
             return 0
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             problem = f"cannot be read ({error})"
-        logger.warning(f"{self.path} {problem}: the teacher's predictions are computed again")
+        logger.warning(f"{self.path} {problem}: {self._again}")
         return 0
 
     def write(
-        self, parts: Iterator[npt.NDArray[Any]], rows: int, about: Mapping[str, Any], *, done: int
+        self, parts: Iterator[_Part], rows: int, about: Mapping[str, Any], *, done: int
     ) -> None:
         """Writes these parts, after which there are `rows`, behind the first `done`. Raises
         TrainingError if that fails, for example on a full disk."""
@@ -150,26 +151,101 @@ class TeacherFile:
         try:
             if not done:
                 self._description.unlink(missing_ok=True)
-                self.path.write_bytes(_header(about))
+                self.path.write_bytes(self._header(about))
+                end = len(self._header(about))
+            else:
+                end = self._end(json.loads(self._description.read_text()), done)
             with self.path.open("r+b") as file:
-                digest = checksum_of_file(self.path, size=_end(about, done))
-                file.truncate(file.seek(_end(about, done)))
+                digest = checksum_of_file(self.path, size=end)
+                file.truncate(file.seek(end))
                 for part in parts:
-                    digest.update(data := part.tobytes())
+                    digest.update(data := self._encoded(part))
                     file.write(data)
                     written += len(part)
                     if time.monotonic() - saved > SAVED_SECONDS or written == rows:
                         flush(file)
                         state = {"written": written, "checksum": digest.hexdigest()}
+                        state |= self._state(file.tell())
                         replace_text(self._description, json.dumps({**about, **state}))
                         saved = time.monotonic()
         except OSError as error:
             raise TrainingError(f"{self.path} cannot be written: {error}") from None
         assert written == rows
 
+    def remove(self) -> None:
+        """Removes the file, if it exists."""
+        self._description.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
     @property
     def _description(self) -> Path:
         return self.path.with_suffix(".json")
+
+    _other: ClassVar[str]
+    """Why a file that is described otherwise is not used."""
+    _again: ClassVar[str]
+    """What happens without the file."""
+
+    def _header(self, about: Mapping[str, Any]) -> bytes:
+        """What comes before the rows."""
+        return b""
+
+    @abstractmethod
+    def _encoded(self, part: _Part) -> bytes:
+        """The rows of a part."""
+
+    @abstractmethod
+    def _end(self, about: Mapping[str, Any], written: int) -> int:
+        """Bytes up to the end of the rows that are written. about: the description."""
+
+    def _state(self, end: int) -> Mapping[str, Any]:
+        """What the description has beside the rows and the checksum."""
+        return {}
+
+
+@dataclass(frozen=True)
+class TeacherFile(_GrowingFile[npt.NDArray[Any]]):
+    """RUN_DIR/teacher_top_k.npy, or that of a round: rows of `top_k_dtype`."""
+
+    teacher: str
+    """Names the teacher's weights. A file of others is not used."""
+    config: str | None = None
+    """`config_digest` of the teacher. A file of another one is not used."""
+    _other = "is of another teacher, other settings or other data"
+    _again = "the teacher's predictions are computed again"
+
+    def _header(self, about: Mapping[str, Any]) -> bytes:
+        """What numpy writes before the rows."""
+        descr = np.lib.format.dtype_to_descr(top_k_dtype(about["top_k"]))
+        header = {"descr": descr, "fortran_order": False, "shape": (about["rows"],)}
+        np.lib.format.write_array_header_2_0(file := io.BytesIO(), header)
+        return file.getvalue()
+
+    def _encoded(self, part: npt.NDArray[Any]) -> bytes:
+        return part.tobytes()
+
+    def _end(self, about: Mapping[str, Any], written: int) -> int:
+        return len(self._header(about)) + written * top_k_dtype(about["top_k"]).itemsize
+
+
+@dataclass(frozen=True)
+class AnswersFile(_GrowingFile[Sequence[Json]]):
+    """RUN_DIR/rounds/round_0001.jsonl: the rows of a round of distillation, of kind tokens, with the
+    answers that they got."""
+
+    _other = "is of other prompts or settings"
+    _again = "its prompts are answered again"
+
+    def _encoded(self, part: Sequence[Json]) -> bytes:
+        return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in part).encode(
+            "utf-8", "replace"
+        )
+
+    def _end(self, about: Mapping[str, Any], written: int) -> int:
+        return int(about["bytes"])
+
+    def _state(self, end: int) -> Mapping[str, Any]:
+        return {"bytes": end}
 
 
 def weights_name(model: schema.Model, strategy: schema.Strategy, seed: int) -> str:
@@ -215,16 +291,3 @@ def _checksum(arrays: Mapping[str, Reference]) -> str:
     for name, array in sorted(arrays.items()):
         parts += [name.encode(), np.ascontiguousarray(array).data]
     return checksum_of(parts)
-
-
-def _header(about: Mapping[str, Any]) -> bytes:
-    """What numpy writes before the rows of a teacher's file."""
-    descr = np.lib.format.dtype_to_descr(top_k_dtype(about["top_k"]))
-    header = {"descr": descr, "fortran_order": False, "shape": (about["rows"],)}
-    np.lib.format.write_array_header_2_0(file := io.BytesIO(), header)
-    return file.getvalue()
-
-
-def _end(about: Mapping[str, Any], written: int) -> int:
-    """Bytes of a teacher's file up to the end of the rows that are written."""
-    return len(_header(about)) + written * top_k_dtype(about["top_k"]).itemsize

@@ -162,6 +162,8 @@ def _plan(work: Work, machine: Machine, step: StepMemory) -> Plan:
     on_gpu, saves = machine.device == "cuda", recipe.checkpoint
     kept = saves.keep_last + (saves.keep_best is not None) + 1
     before, whole = _teacher_peak(recipe, machine), profile.undivided or profile
+    if _in_rounds(recipe):  # the teacher is beside the model and its optimizer state
+        before += step.held.total
     weights = 4 * whole.trained  # in float32
     checkpoint_bytes = weights + round(state_bytes(whole, recipe.optimizer))
     return Plan(
@@ -269,11 +271,25 @@ def _teacher_peak(recipe: Recipe, machine: Machine) -> int:
     return forward_peak(Work(profile, teacher, ranks=machine.ranks))
 
 
+def _in_rounds(recipe: Recipe) -> bool:
+    return recipe.distillation is not None and recipe.distillation.answers != "data"
+
+
 def _teacher_note(recipe: Recipe, machine: Machine) -> Iterator[str]:
-    """A note on the pass of a teacher over the data, before the model is on the device."""
+    """A note on the passes of a teacher over the data."""
     if (settings := recipe.distillation) is None:
         return
     size = bytes_as_text(_teacher_peak(recipe, machine))
+    if _in_rounds(recipe):
+        many = "once" if settings.rounds == 1 else f"{settings.rounds} times"
+        yield (
+            f"{many}, prompts are answered (the time is not estimated), and the teacher predicts each "
+            f"token of the answers, with {size} of tensors on each rank (estimated) beside the model "
+            "and its optimizer state, which the plan counts. The predictions take "
+            f"{8 * settings.top_k:,} bytes for each token with loss in run.dir, and those of a round "
+            "are removed by the next one"
+        )
+        return
     yield (
         f"before the first step, the teacher predicts each token with loss, once, with {size} of "
         "tensors on each rank (estimated), and is freed before the model is loaded: the run needs "

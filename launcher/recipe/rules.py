@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
+from urllib.parse import urlsplit
 
 from launcher.distributed.rank_layout import PARALLEL_SIZES, LayoutSizes, sizes_of
 from launcher.libraries.extras import missing_extra
@@ -202,6 +203,25 @@ NEEDS: tuple[Needs, ...] = (
     Needs("preference.margin", "preference.loss", "simpo"),
     Needs("distillation", "model.new_tokens", False),
     Needs("distillation", "model.chunked_loss", True),
+    Needs("distillation.rounds", "distillation.answers", "student endpoint folder"),
+    Needs("distillation.answers", "data.kind", _kinds(lambda kind: kind.loss_on == "answers")),
+    Needs("distillation.answers", "data.loss_on", "assistant last"),
+    Needs("distillation.answers", "data.weights_column data.message_weights", False),
+    Needs("distillation.answers", "run.on_divergence", "stop"),
+    Needs(
+        "distillation.answer_temperature distillation.max_new_tokens",
+        "distillation.answers",
+        "student endpoint",
+    ),
+    *(
+        rule
+        for source in ("endpoint", "folder")
+        for rule in (
+            Needs(f"distillation.answers={source}", f"distillation.{source}", True),
+            Needs(f"distillation.{source}", "distillation.answers", source),
+        )
+    ),
+    Needs("distillation.endpoint_model", "distillation.answers", "endpoint"),
     # Strategy
     Needs(
         "strategy.cpu_offload strategy.replicate strategy.reshard_after_backward "
@@ -556,6 +576,27 @@ def _streaming(recipe: Recipe) -> Found:
     for name in ("kto", "distillation"):
         if getattr(recipe, name) is not None:
             yield name, "pass-not-with-data.streaming", what
+
+
+def _rounds(recipe: Recipe) -> Found:
+    settings, data = recipe.distillation, recipe.data
+    if settings is None or settings.answers == "data":
+        return
+    key = "distillation.answers"
+    if data.packing:
+        what = "needs data.packing=false: how many tokens a row has is known after it is answered"
+        yield key, "needs-data.packing", what
+    if isinstance(data.train, dict):
+        what = "not available with a mixture in data.train; give a list"
+        yield key, "not-with-data.train", what
+    if (url := settings.endpoint) is not None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            what = "must be a URL, such as http://localhost:8000/v1"
+            yield "distillation.endpoint", "no-url", what
+        elif parts.username or parts.password or parts.query:
+            what = "the run records it, so it may hold no secret; set OPENAI_API_KEY instead"
+            yield "distillation.endpoint", "secret", what
 
 
 def _mixture(recipe: Recipe) -> Found:
@@ -919,6 +960,7 @@ _RULES = (
     _config,
     _sizes,
     _new_tokens,
+    _rounds,
     _mixture,
     _label_smoothing,
     _streaming,

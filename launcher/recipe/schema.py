@@ -671,6 +671,26 @@ class Distillation(Section):
     is not finite. With much more than 100, rounding would exceed the divergence."""
     weight: Share = 0.5
     """Weight of the KL divergence."""
+    rounds: PositiveInt = 1
+    """Parts of the run with about as many steps each. Before a round, its rows get answers, and the
+    teacher predicts their tokens. With answers: data there is one round, before the first step."""
+    answers: Literal["data", "student", "endpoint", "folder"] = "data"
+    """What is trained: the answers in the rows, or others to their prompts. student: of the model as it
+    is before the round. endpoint: of a server that speaks OpenAI's API, such as vLLM. folder: of
+    files that you write, one for each round."""
+    answer_temperature: Annotated[StrictFloat, Field(ge=0, le=10)] = 1.0
+    """Temperature at which answers of student and endpoint are drawn; 0: the most likely tokens."""
+    max_new_tokens: PositiveInt = 256
+    """Tokens of the longest answer of student and endpoint. With its prompt, an answer has at most
+    data.sequence_length tokens."""
+    endpoint: Text | None = None
+    """URL of the server up to the version, such as http://localhost:8000/v1. A key is read from the
+    environment variable OPENAI_API_KEY, and recorded nowhere."""
+    endpoint_model: Text | None = None
+    """Name of the model at the server; null: the first one that it lists."""
+    folder: Text | None = None
+    """Folder with round_0001.jsonl and so on: a line {"sample": number, "answer": text} for each
+    prompt in RUN_DIR/rounds/round_0001_prompts.jsonl."""
 
 
 class Kto(Section):

@@ -466,7 +466,8 @@ class FailureWatch:
     # The end
 
     def stop_before_training(self, source: str) -> NoReturn:
-        """Ends this rank, and with it all others, as stopped. Nothing is saved now."""
+        """Ends this rank, and with it all others, as stopped, before the first step or between two
+        rounds. Nothing is saved now."""
         with contextlib.suppress(Exception):
             # torchrun ends the ranks with the same signal after one of them has failed
             self.neighbours.find(self.store)
@@ -478,7 +479,9 @@ class FailureWatch:
         what = "there is nothing to save"
         if kept is not None:
             what = f"the next start continues with what has been computed in {kept}"
-        self._print(f"stopped by {source} before the first step: {what}")
+        # Before a round of distillation, the checkpoint of the last step is there
+        when = f"after step {step}" if self.progress.started else "before the first step"
+        self._print(f"stopped by {source} {when}: {what}")
 
         def record() -> None:
             self.run.write_status("stopped", step=step, reason=source)

@@ -169,13 +169,17 @@ class RunFolder:
 
     def kept_before_training(self) -> Path | None:
         """The file that a pass before the first step of this start has written, with the results of
-        a reference model or a teacher; None without one."""
+        a reference model or a teacher, or the folder with the rounds of distillation; None without
+        one."""
         with contextlib.suppress(OSError):
             started = (self.path / "recipe.yaml").stat().st_mtime  # `create` writes it
             for last, kept in _PASSES.items():
                 file = self.path / last
                 if file.exists() and file.stat().st_mtime >= started:
                     return self.path / kept
+            for file in (self.path / "rounds").glob("*.json"):
+                if file.stat().st_mtime >= started:
+                    return file.parent
         return None
 
     def was_started_from(self, checkpoint: str) -> bool:

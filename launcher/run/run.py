@@ -7,8 +7,8 @@ import math
 import os
 import shlex
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 from launcher.checkpoint.resume import Fresh, Latest, Resumed, ResumePoint
@@ -203,6 +203,7 @@ class TrainingRun:
                 self._heartbeat,
                 rank.watch.stop_agreement.reached,
                 self._wait_for_copies,
+                self._preparing_round,
             ),
             heartbeat=self._progress.heartbeat,
             check_data=self._check_data,
@@ -429,6 +430,21 @@ class TrainingRun:
         if self._checkpoints is not None:
             self._checkpoints.wait_staged()
 
+    @contextmanager
+    def _preparing_round(self) -> Iterator[Callable[[str], None]]:
+        """A context between two steps. A requested stop has nothing to save in it: the step before is
+        saved, and what is computed is kept as it comes."""
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
+        self._set_timeout(self._recipe.run.init_timeout)
+        self._progress.preparing = True
+        with self._reporter.excluded("round"), self._progress.slow("round"):
+            yield self._progress.heartbeat
+            gather(None, self._ranks.group)  # waits for ranks that are still preparing
+        self._progress.preparing = False
+        if self._progress.started:
+            self._set_timeout(self._recipe.run.timeout)
+
     def _heartbeat(self, phase: str) -> None:
         """The training loop begins a phase."""
         self._reporter.phase(phase)
@@ -506,6 +522,7 @@ class TrainingRun:
         requested_now = requested and step.number > self._saved_after + 1
         last = step.number == self._steps
         due = self._training.data.due(step.number, self._recipe.checkpoint)
+        due = due or self._training.ends_round(step.number)
         if last or stopping or requested_now or due:
             self._saved_after = step.number
             position = Position(

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Protocol, TypedDict
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from launcher.data.dataset import SequenceDataset
 from launcher.data.loader import to_device
+from launcher.data.rounds import Prompt, last_prompt
 from launcher.data.token_store import TokenStore
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError, RowError
 from launcher.models.hugging_face_files import end_ids
-from launcher.models.micro_batch import IGNORED
 from launcher.models.predictions import logits
 from launcher.models.row_division import whole_rows
 from launcher.models.towers import features_kept
@@ -40,29 +39,16 @@ class Scored(TypedDict, total=False):
     samples: list[dict[str, str | float]]
 
 
-class Prompt(NamedTuple):
-    """A prompt, which is a document up to its last answer, and this answer."""
-
-    ids: list[int]
-    reference: list[int]
-    start: int
-    """Where the document begins in the token store."""
-
-
 def find_prompts(store: TokenStore, *, prompts: int, longest: int) -> list[Prompt]:
     """The first prompts of a token store with up to `longest` tokens. The answer is the last part
     of a document with loss."""
-    assert store.labels is not None
     chosen: list[Prompt] = []
-    for start, end in zip(store.offsets[:-1], store.offsets[1:], strict=True):
+    for start, end in zip(store.offsets[:-1].tolist(), store.offsets[1:].tolist(), strict=True):
         if len(chosen) == prompts:
             break
-        trained = np.flatnonzero(store.labels[start:end] != IGNORED)
-        if len(trained):
-            first = int(trained[np.append(True, np.diff(trained) > 1)][-1])
-            ids = store.ids[start : start + trained[-1] + 1].tolist()
-            if 0 < first <= longest:
-                chosen.append(Prompt(ids[:first], ids[first:], int(start)))
+        prompt = last_prompt(store, start, end)
+        if prompt is not None and len(prompt.ids) <= longest:
+            chosen.append(prompt)
     return chosen
 
 
@@ -113,11 +99,21 @@ class Generator:
             mine = first + rows * number
             chunk = prompts[mine : mine + rows]
             with features_kept(wrapped.module):
-                tokens = self._complete(wrapped, dataset, chunk, ranks, proceed, width=width)
+                tokens = complete(
+                    wrapped,
+                    dataset,
+                    chunk,
+                    ranks,
+                    proceed,
+                    tokenizer=self._tokenizer,
+                    rows=rows,
+                    width=width,
+                    limits=[most] * len(chunk),
+                )
             if tokens is None:
                 return None
             if ranks.counts:
-                answers[mine : mine + len(chunk)] = tokens[: len(chunk)] + 1
+                answers[mine : mine + len(chunk), : tokens.shape[1]] = tokens[: len(chunk)] + 1
         dist.all_reduce(answers, group=ranks.group)
         samples = [
             self._score(dataset, prompt, [token - 1 for token in row if token])
@@ -130,54 +126,6 @@ class Generator:
         dist.broadcast(agreed, group=ranks.group, group_src=0)
         agreed_scores = dict(zip(self._scores, agreed.tolist(), strict=True))
         return {"scores": agreed_scores, "scored": count, "samples": samples}
-
-    def _complete(
-        self,
-        wrapped: WrappedModel,
-        dataset: SequenceDataset,
-        chunk: Sequence[Prompt],
-        ranks: RankLayout,
-        proceed: Callable[[], bool],
-        *,
-        width: int,
-    ) -> torch.Tensor | None:
-        """The new tokens of each row, (rows, max_new_tokens), -1 after the end. Each rank makes as
-        many forward passes as the rank with the longest answer."""
-        ids = torch.zeros(self._rows, width, dtype=torch.int64)
-        lengths = torch.ones(self._rows, dtype=torch.int64)
-        ends = {self._tokenizer.eos_token_id, *end_ids(wrapped.module)} - {None}
-        for row, (prompt, reference, _) in enumerate(chunk):
-            ids[row, : len(prompt)] = torch.tensor(prompt)
-            lengths[row] = len(prompt)
-            if reference[-1] in self._tokenizer.all_special_ids:  # such as an end of turn
-                ends.add(reference[-1])
-        given = dataset.inputs.attachments.placeholder_token_ids
-        never = torch.tensor(given, dtype=torch.int64, device=ranks.device)
-        pieces = [[(0, prompt.start, prompt.start + len(prompt.ids))] for prompt in chunk]
-        pieces += [[]] * (self._rows - len(chunk))
-        try:
-            made = dataset.inputs.of_prompts(ids.numpy(), dataset.store, pieces)
-        except RowError as error:
-            raise RecipeError(f"data: {error}") from None
-        inputs = to_device(dict(made.micro_batch.inputs), ranks.device)
-        del inputs["input_ids"]
-        stop_ids = torch.tensor(sorted(ends), device=ranks.device)
-        ids, lengths = ids.to(ranks.device), lengths.to(ranks.device)
-        rows = torch.arange(self._rows, device=ranks.device)
-        going = rows < len(chunk)
-        new = torch.full((self._rows, self._settings.max_new_tokens), -1, device=ranks.device)
-        for step in range(self._settings.max_new_tokens):
-            flags = torch.tensor([int(going.any()), int(not proceed())], device=ranks.device)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=ranks.group)
-            any_going, stop = flags.tolist()
-            if stop or not any_going:
-                return None if stop else new
-            token = _next_token(wrapped, ids, rows, lengths - 1, inputs, never)
-            going = going & ~torch.isin(token, stop_ids)
-            new[:, step] = torch.where(going, token, -1)
-            ids[rows, lengths] = torch.where(going, token, 0)
-            lengths = lengths + going
-        return new
 
     def _score(self, dataset: SequenceDataset, prompt: Prompt, answer: list[int]) -> dict[str, Any]:
         """A line of samples.jsonl, with the names of the attachments of the prompt, each of which
@@ -198,7 +146,87 @@ class Generator:
         return texts | names | scored
 
 
-def _next_token(
+class Choose(Protocol):
+    """Chooses the next token of each row, (rows,), from their logits, (rows, vocabulary), for the
+    `step`-th new token, from 0."""
+
+    def __call__(self, logits: torch.Tensor, step: int) -> torch.Tensor: ...
+
+
+def most_likely(logits: torch.Tensor, step: int) -> torch.Tensor:
+    """The tokens with the largest logits."""
+    return logits.argmax(-1)
+
+
+def complete(
+    wrapped: WrappedModel,
+    dataset: SequenceDataset,
+    chunk: Sequence[Prompt],
+    ranks: RankLayout,
+    proceed: Callable[[], bool],
+    *,
+    tokenizer: Any,
+    rows: int,
+    width: int,
+    limits: Sequence[int],
+    choose: Choose = most_likely,
+    with_end: bool = False,
+) -> torch.Tensor | None:
+    """The new tokens of each row, (rows, largest limit), -1 after the end; None if `proceed`, which
+    is called before each token, is false on any rank. Every rank must call it, with a chunk of its
+    own, and makes as many forward passes as the rank with the longest answer. What a row gets
+    depends on the chunk, on `rows` and on `width`, and not on other ranks.
+
+    dataset: of the prompts. rows: of the micro-batch. width: its tokens, at least those of a prompt
+    and its answer but the last one. limits: most tokens of each answer. with_end: an answer includes
+    the token that ends it. Raises RecipeError if a prompt cannot be read.
+    """
+    most = max(limits, default=0)
+    ids = torch.zeros(rows, width, dtype=torch.int64)
+    lengths = torch.ones(rows, dtype=torch.int64)
+    limit = torch.zeros(rows, dtype=torch.int64)
+    limit[: len(chunk)] = torch.tensor(limits, dtype=torch.int64)
+    ends = {tokenizer.eos_token_id, *end_ids(wrapped.module)} - {None}
+    for row, (prompt, reference, _) in enumerate(chunk):
+        ids[row, : len(prompt)] = torch.tensor(prompt)
+        lengths[row] = len(prompt)
+        if reference[-1] in tokenizer.all_special_ids:  # such as an end of turn
+            ends.add(reference[-1])
+    given = dataset.inputs.attachments.placeholder_token_ids
+    never = torch.tensor(given, dtype=torch.int64, device=ranks.device)
+    pieces = [[(0, prompt.start, prompt.start + len(prompt.ids))] for prompt in chunk]
+    pieces += [[]] * (rows - len(chunk))
+    try:
+        made = dataset.inputs.of_prompts(ids.numpy(), dataset.store, pieces)
+    except RowError as error:
+        raise RecipeError(f"data: {error}") from None
+    inputs = to_device(dict(made.micro_batch.inputs), ranks.device)
+    del inputs["input_ids"]
+    stop_ids = torch.tensor(sorted(ends), device=ranks.device)
+    ids, lengths, limit = (each.to(ranks.device) for each in (ids, lengths, limit))
+    at = torch.arange(rows, device=ranks.device)
+    going = limit > 0
+    new = torch.full((rows, most), -1, device=ranks.device)
+    for step in itertools.count():
+        flags = torch.tensor([int(going.any()), int(not proceed())], device=ranks.device)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=ranks.group)
+        any_going, stop = flags.tolist()
+        if stop or not any_going:
+            return None if stop else new
+        # A row that is complete computes something, too, which is not used
+        last = (lengths - 1).clamp(max=width - 1)
+        logits = _next_logits(wrapped, ids, at, last, inputs, never)
+        token = choose(logits, step)
+        before, going = going, going & ~torch.isin(token, stop_ids)
+        if step < most:
+            new[:, step] = torch.where(before if with_end else going, token, -1)
+        ids[at, lengths.clamp(max=width - 1)] = torch.where(going, token, 0)
+        lengths = lengths + going
+        going = going & (step + 1 < limit)
+    raise AssertionError  # the loop has no other end
+
+
+def _next_logits(
     wrapped: WrappedModel,
     ids: torch.Tensor,
     rows: torch.Tensor,
@@ -206,10 +234,10 @@ def _next_token(
     inputs: Mapping[str, Any],
     never: torch.Tensor,
 ) -> torch.Tensor:
-    """The most likely token after position `last` of each row, but for those in `never`: the tokens
-    of attachments, which only a prompt has. What comes after it does not matter: attention is causal."""
+    """The logits after position `last` of each row, -inf for the tokens in `never`: those of
+    attachments, which only a prompt has. What comes after it does not matter: attention is causal."""
 
     with whole_rows():
         at = rows * ids.shape[1] + last
         following = wrapped.without_gradients(logits, {"input_ids": ids, **inputs}, at)
-    return following.index_fill(-1, never, -torch.inf).argmax(-1)
+    return following.index_fill(-1, never, -torch.inf)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from launcher.data.batching import Position, rows_of
+from launcher.data.rounds import round_bounds
 from launcher.data.run_data import (
     RunData,
     TrainedPrompts,
@@ -54,6 +55,7 @@ from launcher.training.model import (
     prepare_teacher,
     width_multiple,
 )
+from launcher.training.rounds import Rounds
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +88,10 @@ class Hooks:
     stop_reached: Callable[[], bool] = lambda: False
     wait_for_copies: Callable[[], None] = lambda: None
     """Waits until a save that has begun has copied the weights, before they change."""
+    preparing: Callable[[], AbstractContextManager[Callable[[str], None]]] = lambda: nullcontext(
+        lambda phase: None
+    )
+    """A context in which a round is prepared, between two steps. Its value takes the phases."""
 
 
 @dataclass(frozen=True)
@@ -106,14 +112,36 @@ class Training:
     """Writes the weights as a Hugging Face folder. Every rank must call it."""
     prompts: TrainedPrompts | None = None
     """None on ranks that neither generate nor record them."""
+    rounds: Rounds | None = None
+    """None: the data is the same for the whole run."""
 
     def steps_from(self, position: Position) -> Iterator[Step]:
         """Trains from a position on, which model and optimizer must have reached. Yields each
-        step."""
-        optimizer, hooks, data = self.recipe.optimizer, self.hooks, self.data.starting(position)
+        step. Before each round its data is prepared."""
+        data, rounds = self.data.starting(position), self.rounds
+        steps = data.steps
+        if rounds is None:
+            yield from self._steps(data, steps=steps)
+            return
+        rounds.forget_after(data)
+        while data.start.step < steps:
+            with self.hooks.preparing() as heartbeat:
+                of_round = rounds.prepare(data, heartbeat=heartbeat)
+            done = data.start.step
+            for step in self._steps(of_round, steps=steps):
+                done = step.number
+                yield step
+            if done < of_round.steps:  # the run stops in a step
+                return
+            samples = of_round.samples_after(done)
+            data = data.starting(replace(position, step=done, samples=samples))
+
+    def _steps(self, data: RunData, *, steps: int) -> Iterator[Step]:
+        """Trains on this data. steps: of the whole run."""
+        optimizer, hooks = self.recipe.optimizer, self.hooks
         objective = dataset_objective(data.training)
         peak = optimizer.learning_rate
-        rate = learning_rate(self.recipe.schedule, peak=peak, steps=data.steps)
+        rate = learning_rate(self.recipe.schedule, peak=peak, steps=steps)
         return train_steps(
             self.wrapped,
             data.batches(
@@ -138,6 +166,11 @@ class Training:
             heartbeat=hooks.heartbeat,
             stop_reached=hooks.stop_reached,
         )
+
+    def ends_round(self, step: int) -> bool:
+        """Whether a round follows this step."""
+        steps = self.data.steps
+        return self.rounds is not None and step < steps and step in self.rounds.ends_at(steps)
 
     @property
     def router_balance(self) -> RouterBalance | None:
@@ -186,22 +219,23 @@ def assemble(
         each = f"{rows.heads} ranks that divide the heads" if rows.heads > 1 else "one rank"
         logger.info(f"rows: {rows.ring} groups exchange keys and values, each of {each}")
     heartbeat("data")
+    traits = ModelTraits(
+        tokenizer=tokenizer_name(recipe.data, recipe.model),
+        vocabulary=prepared.description.vocabulary,
+        classes=describe(model).classes if objective.trains_classes else None,
+        padding=padding_id(model),
+        masking=record_of(prepared.model).masking,
+        recurrent=record_of(prepared.model).recurrent,
+        division=rows,
+        width_multiple=width_multiple(ranks.device),
+        attachments=prepared.attachments,
+    )
     data = open_run_data(
         recipe.data,
         recipe.batch,
         recipe.run,
         objective=objective,
-        model=ModelTraits(
-            tokenizer=tokenizer_name(recipe.data, recipe.model),
-            vocabulary=prepared.description.vocabulary,
-            classes=describe(model).classes if objective.trains_classes else None,
-            padding=padding_id(model),
-            masking=record_of(prepared.model).masking,
-            recurrent=record_of(prepared.model).recurrent,
-            division=rows,
-            width_multiple=width_multiple(ranks.device),
-            attachments=prepared.attachments,
-        ),
+        model=traits,
         ranks=ranks,
         build=build_data,
         run_dir=run_dir,
@@ -214,7 +248,12 @@ def assemble(
         prepared.description.vocabulary or 0,
         partial(_load_teacher, recipe, prepared, ranks),
     )
-    computed = objective.before_model(data, about)
+    distillation = recipe.distillation
+    in_rounds = distillation is not None and distillation.answers != "data"
+    if distillation is not None and in_rounds:  # what cannot work ends the run now
+        prepare_teacher(recipe, prepared, device=ranks.device)
+        round_bounds(data.steps, distillation.rounds)
+    computed = data if in_rounds else objective.before_model(data, about)
     if computed is not data:
         gc.collect()  # a teacher's wrapped model is in reference cycles
         if ranks.device.type == "cuda":
@@ -233,12 +272,28 @@ def assemble(
     data = objective.with_initial_weights(data, wrapped, about)
     _seed_generators(recipe.run.seed + ranks.random_stream)
     prompts, tokenizer = None, tokenizer_name(recipe.data, recipe.model)
-    generates = recipe.checkpoint.export or recipe.evaluation.generate is not None
+    generates = (
+        bool(recipe.checkpoint.export) or recipe.evaluation.generate is not None or in_rounds
+    )
     if ranks.rank == 0 or generates:  # rank 0 records them in checkpoints
         prompts = trained_prompts(recipe.data, recipe.model, data.training.prompt_forms)
         if generates:
             set_stop_tokens(model, prompts.ends, tokenizer)
     optimizer = prepared.make_optimizer(wrapped, recipe)
+    rounds = None
+    if distillation is not None and in_rounds:
+        assert run_dir is not None
+        rounds = Rounds(
+            distillation,
+            recipe.batch,
+            recipe.run.seed,
+            run_dir / "rounds",
+            objective=objective,
+            wrapped=wrapped,
+            about=about,
+            model=traits,
+            build=build_data,
+        )
     return Training(
         recipe,
         ranks,
@@ -252,6 +307,7 @@ def assemble(
         hooks or Hooks(),
         _make_export(prepared, wrapped, optimizer, recipe, ranks, prompts),
         prompts,
+        rounds,
     )
 
 

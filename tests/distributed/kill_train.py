@@ -16,6 +16,10 @@ REMOVE=STEP,FILE     Rank 0 removes this file after this step.
 NAN=CALL             The loss of this forward pass is NaN.
 SLOW_PASS=FILE:CALL  The pass of a teacher or a reference saves each part. Before this part (from 0)
                      each rank creates FILE and waits until it is ended.
+END_AT=answers|teacher|loss,CALL,SIGNAL
+                     Rank 0 gets this signal, and waits to be ended, before it writes this part of the
+                     answers of a round (from 1, over all rounds), or of a teacher's predictions, or
+                     before this forward pass of distillation. The parts before are saved.
 PHASES=FILE          Writes a line for each load of a checkpoint and each forward pass, with the
                      slow phase (`Progress.slow_phase`), which suspends hang detection.
 SLOW_RANK=RANK,FIRST,LAST,SECONDS
@@ -195,6 +199,27 @@ def wait_in_pass(file, at):
     reference.rows_in_order = teacher.rows_in_order = rows_in_order
 
 
+def end_at(what, at, number):
+    from launcher.objectives import distillation, kept_files
+
+    name, owner = {
+        "answers": ("_encoded", kept_files.AnswersFile),
+        "teacher": ("_encoded", kept_files.TeacherFile),
+        "loss": ("loss", distillation.Distillation),
+    }[what]
+    original, calls = getattr(owner, name), [0]
+
+    def ends(self, *args):
+        calls[0] += 1
+        if calls[0] == at and os.environ.get("RANK", "0") == "0":
+            os.kill(os.getpid(), number)
+            time.sleep(10**6)
+        return original(self, *args)
+
+    kept_files.SAVED_SECONDS = -1.0
+    setattr(owner, name, ends)
+
+
 def record_phases(file):
     from launcher.objectives.next_token import NextToken
     from launcher.run import checkpoint_manager as manager
@@ -274,6 +299,9 @@ def start():
         if "SLOW_PASS" in os.environ:
             file, _, at = os.environ["SLOW_PASS"].rpartition(":")
             wait_in_pass(file, int(at))
+        if "END_AT" in os.environ:
+            what, at, number = os.environ["END_AT"].split(",")
+            end_at(what, int(at), int(number))
         if "PHASES" in os.environ:
             record_phases(os.environ["PHASES"])
         if "SLOW_RANK" in os.environ:

@@ -73,7 +73,7 @@ def test_losses_are_those_of_sentence_transformers(name: str) -> None:
 @pytest.mark.parametrize("loss", ["infonce", "cosent", "triplet"])
 def test_gradients_are_those_of_autograd(loss: str) -> None:
     """The gradient of a small change of each number, in float64."""
-    settings = Embedding(loss=loss, temperature=0.5, matryoshka=(8, 3))  # type: ignore[arg-type]
+    settings = Embedding(loss=loss, temperature=0.5, matryoshka=(8, 3))
     own, texts = rows()
     own = own.double()
     texts = dataclasses.replace(texts, scores=texts.scores.double())
@@ -158,7 +158,7 @@ def test_nothing_to_compare_with_is_a_loss_of_zero() -> None:
 
 @pytest.mark.parametrize("loss", ["infonce", "cosine", "cosent", "triplet", "margin_mse", "kl"])
 def test_micro_batches_without_texts(loss: str) -> None:
-    settings = Embedding(loss=loss)  # type: ignore[arg-type]
+    settings = Embedding(loss=loss)
     own, texts = rows()
     none = texts.at(slice(0, 0))
     compared = Comparison(settings)(own[:0], none, None, gradients=True)

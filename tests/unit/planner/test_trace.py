@@ -465,6 +465,11 @@ def test_the_plan_of_distillation_counts_its_loss_and_names_the_teacher(tmp_path
     assert plans[1].needed == plans[1].tensors + plans[1].margin + plans[1].context
     assert large.before > 2 * large.tensors
     assert large.needed == large.before + large.context
+    # In rounds the teacher is beside the model
+    rounds = dataclasses.replace(distillation, answers="student", rounds=3)
+    large_rounds = plan.make_plan(dataclasses.replace(plain, distillation=rounds), machine)
+    assert large_rounds.before == large.before + large.step.held.total
+    assert any("3 times, prompts are answered" in note for note in large_rounds.notes)
 
 
 STAGED = {

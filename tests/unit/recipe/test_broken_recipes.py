@@ -95,6 +95,7 @@ IN_A_FILE = r"""
 SHORT = {
     "@prefer": "data.kind=preference & preference.loss=dpo",
     "@teach": "distillation={teacher: a/b}",
+    "@round": "distillation={teacher: a/b, answers: student} & data.kind=chat & data.packing=false",
     "@masked": "data.kind=text & model.task=masked_lm & data.packing=false",
     "@reward": "data.kind=preference & model.task=reward",
     "@vectors": "data.kind=retrieval & model.task=embedding",
@@ -278,6 +279,23 @@ IN_ARGUMENTS = r"""
 | @teach & data.kind=text & data.streaming=true | distillation/pass-not-with-data.streaming
 | @teach & data.kind=text & model.task=masked_lm & data.packing=false | distillation/needs-model.task
 | @teach & model.chunked_loss=false | distillation/needs-model.chunked_loss
+| @teach & distillation.rounds=0 | /range
+| @teach & distillation.rounds=2 | distillation.rounds/needs-distillation.answers
+| @teach & distillation.answers=teacher | /choice
+| @teach & distillation.answers=student & data.packing=false & data.kind=text | distillation.answers/needs-data.kind
+| @teach & distillation.answers=student & data.kind=chat & data.packing=true | distillation.answers/needs-data.packing
+| @teach & distillation.max_new_tokens=8 | distillation.max_new_tokens/needs-distillation.answers
+| @teach & distillation.endpoint=http://a/v1 | distillation.endpoint/needs-distillation.answers
+| @round & data.train={a: {files: [data.txt]}} | distillation.answers/not-with-data.train
+| @round & data.loss_on=all | distillation.answers/needs-data.loss_on
+| @round & data.message_weights=true | distillation.answers/not-with-data.message_weights
+| @round & run.on_divergence=rewind | distillation.answers/needs-run.on_divergence
+| @round & distillation.answer_temperature=-1 | /range
+| @round & distillation.answers=endpoint | distillation.answers/needs-distillation.endpoint
+| @round & distillation.answers=folder | distillation.answers/needs-distillation.folder
+| @round & distillation.endpoint_model=m | distillation.endpoint_model/needs-distillation.answers
+| @round & distillation.answers=endpoint & distillation.endpoint=host:8000 | distillation.endpoint/no-url
+| @round & distillation.answers=endpoint & distillation.endpoint=http://me:word@host/v1 | distillation.endpoint/secret
 | model.chunked_loss=false & model.keep_logits=true | /needs-model.chunked_loss
 | @teach & model.keep_logits=true | /not-with-distillation
 | model.keep_logits=maybe | /type

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from launcher.data.rounds import Prompt
 from launcher.data.token_store import TokenStore
 from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.objectives.classification import Classification
@@ -16,7 +17,7 @@ from launcher.training.evaluation import (
     is_better,
     over_all,
 )
-from launcher.training.generation import Prompt, find_prompts
+from launcher.training.generation import find_prompts
 from launcher.training.scores import exact_match, f1, rouge_l
 
 
