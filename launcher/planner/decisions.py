@@ -102,6 +102,7 @@ NAMES = {
     "run.device": "distributed/process_group.py",
     "model.attention": "models/build.py",
     "data.prompt_format": "data/encoder.py",
+    "embedding.pooling": "objectives/embedding.py",
     "checkpoint.resume": "checkpoint/resume.py",
 }
 """Keys in which `auto` is one of several names: a recipe keeps it, and this module acts by it."""

@@ -192,9 +192,10 @@ def test_what_cannot_be_answered_is_refused(tmp_path, pretrained, talk):
         tmp_path / "classifier", auto="AutoModelForSequenceClassification", vocab_size=260
     )
     printed = talk(classifier, lines="", status=2)
-    assert printed.err.endswith(
-        "LlamaForSequenceClassification does not generate text; use transformers' pipeline\n"
+    what = (
+        "LlamaForSequenceClassification does not generate text; use transformers' pipeline, or for"
     )
+    assert f"{what} embeddings and rerankers sentence-transformers" in printed.err
 
 
 def test_answers_do_not_control_the_terminal(pretrained, talk, monkeypatch):

@@ -53,7 +53,7 @@ def test_help_version_and_unknown_command(capsys):
     assert main(["--help"]) == 0
     printed = capsys.readouterr().out
     assert all(f"\n  {name} " in printed for name in COMMANDS)
-    assert "Shipped recipes: ddp, finetune, fsdp, " in printed
+    assert "Shipped recipes: ddp, embedding, finetune, " in printed
     assert main([]) == 0
     assert capsys.readouterr().out == printed
     assert main(["plam"]) == 2

@@ -22,7 +22,8 @@ def saved_steps(requests, *, due=()):
 
     run._checkpoints = SimpleNamespace(report=lambda: None, save=save, trouble=None)
     data = SimpleNamespace(due=lambda step, section: step in due)
-    run._training, run._recipe = SimpleNamespace(data=data), SimpleNamespace(checkpoint=None)
+    run._training = SimpleNamespace(data=data, ends_round=lambda step: False)
+    run._recipe = SimpleNamespace(checkpoint=None)
     run._ranks = None
     context = SimpleNamespace(__enter__=lambda self: None, __exit__=lambda *_: None)
     nothing = type("Nothing", (), vars(context))
