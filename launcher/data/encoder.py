@@ -45,7 +45,12 @@ from launcher.data.messages import (
 )
 from launcher.data.modality import Modality
 from launcher.data.pairs import different, pair_of_answers
-from launcher.data.retrieval_rows import RetrievalRow, pair_template, read_retrieval
+from launcher.data.retrieval_rows import (
+    RetrievalRow,
+    pair_template,
+    read_retrieval,
+    text_prompts,
+)
 from launcher.data.template_source import read_template, today, uses_date
 from launcher.data.tokenizer import (
     Ids,
@@ -61,7 +66,6 @@ from launcher.errors import RowError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
 from launcher.recipe.template_names import missing_tokens, template_name
-from launcher.sources.hub import model_folder
 from launcher.sources.layouts import (
     ATTACHMENTS,
     KINDS,
@@ -78,7 +82,6 @@ from launcher.sources.layouts import (
     with_named_parts,
 )
 from launcher.sources.rows import Row, SourcePart, Values, in_batches, read_all
-from launcher.sources.sentence_transformers import VectorSettings, vector_settings
 
 _LOOKED_AT = 100
 """First rows among which `prompt_form` looks for one that can be used."""
@@ -326,7 +329,7 @@ def make_encoder(
     if rows.answers and tokenizer is not None:
         settings["prompt_format"] = prompt_format(data, tokenizer)
     if rows.loss_on == "texts":
-        settings |= _prompts(data, tokenizer)
+        settings |= {name: text for name, text in text_prompts(data, tokenizer).items() if text}
     named = named_columns(vars(data))
     return Encoder(
         kind=kind,
@@ -340,20 +343,6 @@ def make_encoder(
         settings=settings,
         modalities=modalities if rows.templated else (),
     )
-
-
-def _prompts(data: schema.Data, tokenizer: str | None) -> dict[str, str]:
-    """The texts in front of queries and documents that are not empty."""
-    known = VectorSettings()
-    if tokenizer is not None and tokenizer != "bytes":
-        known = vector_settings(model_folder(tokenizer, key="data.tokenizer", weights=False))
-    prompts = {
-        "query_prompt": known.query_prompt if data.query_prompt is None else data.query_prompt,
-        "document_prompt": (
-            known.document_prompt if data.document_prompt is None else data.document_prompt
-        ),
-    }
-    return {name: text for name, text in prompts.items() if text}
 
 
 def _read_text(encoder: Encoder, found: Match, row: Values) -> str:
@@ -627,55 +616,56 @@ def _cut_texts(encoder: Encoder, texts: Sequence[str]) -> list[tuple[Ids, int]]:
 
 
 def _encode_retrieval(encoder: Encoder, batch: list[RetrievalRow]) -> Iterator[Document]:
-    """The texts of a row one after the other. See `RetrievalRow.labels`."""
-    texts = iter(_cut_texts(encoder, [text for row in batch for text in row.texts]))
-    for row in batch:
-        of_row = list(itertools.islice(texts, len(row.texts)))
-        lengths = [len(ids) for ids, _ in of_row]
-        labels, weights = row.labels(lengths)
-        ids = np.concatenate([ids for ids, _ in of_row])
-        yield Document(
-            ids,
-            labels,
-            weights=weights,
-            cut_tokens=sum(cut for _, cut in of_row),
-            further_documents=row.further,
-        )
+    """The texts of each row one after the other."""
+    yield from _joined_texts(
+        batch, _cut_texts(encoder, [text for row in batch for text in row.texts])
+    )
 
 
 def _encode_pairs(encoder: Encoder, batch: list[RetrievalRow]) -> Iterator[Document]:
     """The query of a row with each of its documents, one pair after the other: in the tokenizer's form
-    for two texts, or by the template of data.pair_template. See `RetrievalRow.labels`."""
+    for two texts, or by the template of data.pair_template."""
     tokenizer, most = load_tokenizer(encoder.tokenizer), encoder.longest
     assert most is not None
     given = encoder.settings.get("pair_template")
     if given is None and tokenizer.separates_pairs:
         rows = [replace(row, texts=row.texts[1:], roles=row.roles[1:]) for row in batch]
-        texts = tokenizer.pairs(
-            [(row.texts[0], text) for row in batch for text in row.texts[1:]], longest=most
-        )
-        whole = [(ids, 0) for ids in texts]
+        pairs = [(row.texts[0], text) for row in batch for text in row.texts[1:]]
+        texts = [
+            (ids, 0)
+            if len(ids) <= most
+            else (tokenizer.pairs([pair], longest=most)[0], len(ids) - most)
+            for pair, ids in zip(pairs, tokenizer.pairs(pairs), strict=True)
+        ]
     else:
         made = [row.pairs(pair_template(given)) for row in batch]
         rows = [row for _, row in made]
-        parts = [part for each, _ in made for part in each]
-        begins = tokenizer.ids([first for first, _ in parts])
+        parts = [part for of_row, _ in made for part in of_row]
+        starts = tokenizer.ids([first for first, _ in parts])
         ends = tokenizer.ids([last for _, last in parts])
         begin = np.array(tokenizer.begin, np.int32)
-        whole = []
-        for first, last in zip(begins, ends, strict=True):
-            room = max(1, most - len(begin) - len(last))
-            whole.append((np.concatenate([begin, first[:room], last]), max(0, len(first) - room)))
-    cut_texts = iter(whole)
+        texts = []
+        for start, end in zip(starts, ends, strict=True):
+            room = max(1, most - len(begin) - len(end))
+            lost = max(0, len(start) - room)
+            texts.append((np.concatenate([begin, start[:room], end]), lost))
+    yield from _joined_texts(rows, texts)
+
+
+def _joined_texts(
+    rows: Sequence[RetrievalRow], texts: Iterable[tuple[Ids, int]]
+) -> Iterator[Document]:
+    """A document for each row, of its texts one after the other. texts: the ids of the texts of all
+    rows, and the tokens that they have lost. See `RetrievalRow.labels`."""
+    remaining = iter(texts)
     for row in rows:
-        of_row = list(itertools.islice(cut_texts, len(row.roles)))
+        of_row = list(itertools.islice(remaining, len(row.texts)))
         labels, weights = row.labels([len(ids) for ids, _ in of_row])
-        ids = np.concatenate([ids for ids, _ in of_row])
         yield Document(
-            ids,
+            np.concatenate([ids for ids, _ in of_row]),
             labels,
             weights=weights,
-            cut_tokens=sum(cut for _, cut in of_row),
+            cut_tokens=sum(lost for _, lost in of_row),
             further_documents=row.further,
         )
 

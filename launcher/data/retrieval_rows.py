@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -20,34 +21,39 @@ from launcher.data.columns import Weights, described, encodable
 from launcher.errors import RowError
 from launcher.models.micro_batch import IGNORED
 from launcher.recipe import schema
-from launcher.sources.layouts import Match, further_negatives, typed
+from launcher.recipe.template_names import PAIR_TEMPLATES
+from launcher.sources.hub import model_folder
+from launcher.sources.layouts import Match, further_negatives, is_message, typed
 from launcher.sources.rows import Values
+from launcher.sources.sentence_transformers import VectorSettings, vector_settings
 
 if TYPE_CHECKING:
     from launcher.data.encoder import Encoder
 
 QUERY, POSITIVE, NEGATIVE = range(3)
 """Labels of the last token of a text: what it is."""
-
-
 PAIR = "Query: {query}\nDocument: {document}"
 """A text with a query and a document, where the tokenizer has no form of its own for two texts."""
-PAIRS = {
-    "qwen3": (
-        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
-        'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
-        "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-        "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-    )
-}
-"""By name: those that published rerankers were trained with (Qwen3-Reranker's model card, 2025)."""
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 """That of a template which has one, where the recipe and the row give none (Qwen3-Reranker)."""
 
 
 def pair_template(given: str | None) -> str:
     """The template that data.pair_template names or is."""
-    return PAIR if given is None else PAIRS.get(given, given)
+    return PAIR if given is None else PAIR_TEMPLATES.get(given, given)
+
+
+def text_prompts(data: schema.Data, tokenizer: str | None) -> dict[str, str]:
+    """`query_prompt` and `document_prompt`: those of the recipe, or where it gives none those in the
+    folder of the tokenizer. Raises RecipeError if its files cannot be read."""
+    known = VectorSettings()
+    if tokenizer is not None and tokenizer != "bytes":
+        known = vector_settings(model_folder(tokenizer, key="data.tokenizer", weights=False))
+    query, document = data.query_prompt, data.document_prompt
+    return {
+        "query_prompt": known.query_prompt if query is None else query,
+        "document_prompt": known.document_prompt if document is None else document,
+    }
 
 
 @dataclass(frozen=True)
@@ -80,9 +86,12 @@ class RetrievalRow:
         the row of these texts."""
         begin, _, end = template.partition("{document}")
         query, *documents = self.texts
-        names = {"{query}": query, "{instruction}": self.prompt or INSTRUCTION}
-        for name, text in names.items():
-            begin, end = begin.replace(name, text), end.replace(name, text)
+        values = {"query": query, "instruction": self.prompt or INSTRUCTION}
+        begin, end = (
+            # All at once: a query may hold the name of another part
+            re.sub(r"\{(query|instruction)\}", lambda found: values[found[1]], part)
+            for part in (begin, end)
+        )
         parts = [(begin + document, end) for document in documents]
         texts = [first + last for first, last in parts]
         return parts, replace(self, texts=texts, roles=self.roles[1:])
@@ -134,8 +143,9 @@ def _texts(row: Values, column: str, *, empty: bool = False) -> Iterator[str]:
     if isinstance(value, str) and value.lstrip().startswith("["):  # as in a .csv
         with contextlib.suppress(ValueError, RecursionError):
             listed = json.loads(value)
-            value = listed if isinstance(listed, list) else value
-    for one in value if isinstance(value, list) and not _is_message(value) else [value]:
+            if isinstance(listed, list) and all(isinstance(text, str) for text in listed):
+                value = listed
+    for one in value if isinstance(value, list) and not is_message(value) else [value]:
         text = _text(one)
         if text is None:
             what = "must hold a text, or a list of texts"
@@ -148,11 +158,6 @@ def _texts(row: Values, column: str, *, empty: bool = False) -> Iterator[str]:
 def _is_empty(value: object) -> bool:
     """Whether there is no value: null, which a .csv has not, or an empty cell."""
     return value is None or (isinstance(value, str) and not value)
-
-
-def _is_message(value: list[Any]) -> bool:
-    """Whether a list is a conversation of one message."""
-    return len(value) == 1 and isinstance(value[0], dict) and "content" in value[0]
 
 
 def _text(value: object) -> str | None:

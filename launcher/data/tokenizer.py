@@ -118,7 +118,7 @@ class ByteTokenizer:
         encoded = (np.frombuffer(text.encode(), dtype=np.uint8) for text in texts)
         return [ids[:longest].astype(np.int32) for ids in encoded]
 
-    def pairs(self, pairs: Sequence[tuple[str, str]], *, longest: int) -> list[Ids]:
+    def pairs(self, pairs: Sequence[tuple[str, str]], *, longest: int | None = None) -> list[Ids]:
         """See `HuggingFaceTokenizer`."""
         raise TypeError("there is no token between two texts")
 
@@ -165,12 +165,13 @@ class HuggingFaceTokenizer:
         count = self.tokenizer.num_special_tokens_to_add
         return bool(count(pair=True) > count(pair=False))
 
-    def pairs(self, pairs: Sequence[tuple[str, str]], *, longest: int) -> list[Ids]:
-        """The ids of each pair of texts in this form. The longer one is cut first."""
+    def pairs(self, pairs: Sequence[tuple[str, str]], *, longest: int | None = None) -> list[Ids]:
+        """The ids of each pair of texts in this form. longest: tokens to which a pair is cut, the longer
+        text first; None: it is whole."""
         both = [list(texts) for texts in zip(*pairs, strict=True)] if pairs else [[], []]
         encoded = self.tokenizer(
             *both,
-            truncation=True,
+            truncation=longest is not None,
             max_length=longest,
             verbose=False,
             return_attention_mask=False,

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from launcher.data.retrieval_rows import NEGATIVE, QUERY
+from launcher.data.retrieval_rows import NEGATIVE, QUERY, text_prompts
 from launcher.data.token_store import TokenStore
+from launcher.data.tokenizer import tokenizer_name
 from launcher.errors import RecipeError
 from launcher.models.description import has_no_head
 from launcher.models.micro_batch import MicroBatch
@@ -76,8 +77,6 @@ class EmbeddingObjective(Retrieval):
     texts of some of them, kept apart; without, a row is a text."""
 
     settings: schema.Embedding = field(default_factory=schema.Embedding)
-    path: str | None = None
-    """model.path."""
     seed: int = 0
     """Of dropout."""
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -91,13 +90,12 @@ class EmbeddingObjective(Retrieval):
         data, settings = recipe.data, recipe.embedding or schema.Embedding()
         if settings.pooling == "auto":
             settings = replace(settings, pooling=_pooling(recipe))
-        prompts = {"query": data.query_prompt or "", "document": data.document_prompt or ""}
+        prompts = text_prompts(data, tokenizer_name(data, recipe.model))
         return cls(
             longest=data.sequence_length,
             settings=settings,
-            path=recipe.model.path,
             seed=recipe.run.seed,
-            prompts=prompts,
+            prompts={"query": prompts["query_prompt"], "document": prompts["document_prompt"]},
         )
 
     # The model
@@ -106,16 +104,14 @@ class EmbeddingObjective(Retrieval):
         """Freezes what the vectors do not depend on, and makes dropout one of texts. Raises RecipeError
         if the vectors cannot be made as the recipe says."""
         if not has_no_head(model):
-            what = (
-                f"{type(model).__name__} has a head; give a model whose class makes hidden states"
-            )
-            raise RecipeError(f"model.task: embedding: {what}")
+            what = f"{type(model).__name__} does not return hidden states"
+            raise RecipeError(f"model.task: embedding: {what}; give another model")
         config: Any = model.config
         if self.settings.pooling == "first" and not attends_both_ways(config.to_dict()):
             what = (
-                "first: the first token of this model sees no other one, so all texts would have "
+                "first: all texts would have the same vector, because the first token sees no other"
             )
-            raise RecipeError(f"embedding.pooling: {what}the same vector; use last or mean")
+            raise RecipeError(f"embedding.pooling: {what}; use last or mean")
         width = model.config.get_text_config(decoder=True).hidden_size
         if (largest := max(self.settings.matryoshka or (1,))) > width:
             what = f"{largest} is more than the {width} numbers of a vector"
@@ -163,7 +159,7 @@ class EmbeddingObjective(Retrieval):
     # The loss
 
     def vectors(self, model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
-        """The vector of each text of a micro-batch, (texts, features), float32, of any length."""
+        """The vector of each text of a micro-batch, (texts, features), float32, not normalized."""
         extra, inputs = micro_batch.extra, dict(micro_batch.inputs)
         lasts, lengths, text_of = extra["lasts"], extra["lengths"], extra["text_of"]
         dropout = record_of(model).sample_dropout
@@ -279,8 +275,6 @@ class EmbeddingObjective(Retrieval):
         both, _ = gather_rows(torch.stack([similarities, known.scores[columns]], 1), ranks)
         return {"spearman": spearman(both[:, 0], both[:, 1])}, len(both)
 
-    # The plan
-
     # The export
 
     def export_files(self, model: PreTrainedModel) -> dict[str, object]:
@@ -298,10 +292,6 @@ class EmbeddingObjective(Retrieval):
             }
             for number, (name, path) in enumerate(zip(names, paths, strict=True))
         ]
-        prompts = dict(self.prompts)
-        if self.path is not None and not any(prompts.values()):
-            folder = model_folder(self.path, key="model.path", weights=False)
-            prompts = dict(vector_settings(folder).prompts)
         size = int(model.config.get_text_config(decoder=True).hidden_size)
         modes = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "lasttoken"}
         found = {f"pooling_mode_{name}": mode == pooling for name, mode in modes.items()}
@@ -317,7 +307,7 @@ class EmbeddingObjective(Retrieval):
             },
             **({f"{NORMALIZE}/config.json": {}} if self.settings.normalize else {}),
             SETTINGS: {
-                "prompts": {name: text for name, text in prompts.items() if text},
+                "prompts": {name: text for name, text in self.prompts.items() if text},
                 "default_prompt_name": None,
                 "similarity_fn_name": "cosine" if self.settings.normalize else "dot",
             },

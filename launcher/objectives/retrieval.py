@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -52,9 +53,9 @@ class Retrieval(Objective):
     causal: ClassVar[bool] = False
     targets_are_fixed: ClassVar[bool] = False
 
+    @abstractmethod
     def trained(self, store: TokenStore) -> Mask:
         """Whether each document of a store has what the loss compares."""
-        raise NotImplementedError
 
     def packs(self, data: schema.Data) -> bool:
         """Whether several texts share a row."""
@@ -85,9 +86,9 @@ class Retrieval(Objective):
         """With the length of the texts."""
         return replace(self, longest=data.sequence_length)
 
+    @abstractmethod
     def needs(self) -> str:
         """What no row has, where no row is trained."""
-        raise NotImplementedError
 
     def nothing_to_train(self, names: str, data: schema.Data) -> str:
         """See `needs`."""

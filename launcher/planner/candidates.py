@@ -217,11 +217,8 @@ def _strategies(
     wide = precision and dataclasses.replace(precision, reduce_dtype="float32")
     syncs: list[Any] = [False, True] if accumulates else ["auto"]
     offloads = {"all": CpuOffload()}
-    if written.optimizer.name in (
-        "adamw",
-        "sgd",
-        "lion",
-    ):  # no other optimizer's state can be streamed
+    # No other optimizer's state can be streamed
+    if written.optimizer.name in ("adamw", "sgd", "lion"):
         offloads["optimizer"] = CpuOffload(what="optimizer")
     if written.strategy.cpu_offload is not None:
         offloads[written.strategy.cpu_offload.what] = written.strategy.cpu_offload

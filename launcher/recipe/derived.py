@@ -110,7 +110,7 @@ def decide_packing(
 
 
 def decide_documents(plain: dict[str, Any], derived: dict[KeyPath, Derived]) -> None:
-    """Sets data.documents where it is not given, by the first row: with packing, the plan counts so many
+    """Sets data.documents where it is not given, by the first rows: with packing, the plan counts so many
     for each query."""
     data = plain.get("data")
     if not isinstance(data, dict) or data.get("kind") not in RETRIEVAL or "documents" in data:

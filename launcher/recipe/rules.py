@@ -24,7 +24,7 @@ from launcher.recipe.model_config import change_problems, config_problems, of_te
 from launcher.recipe.objectives import OBJECTIVES, objective_of
 from launcher.recipe.schema import WITHOUT_REFERENCE, Data, MessagePart, Recipe, Source
 from launcher.recipe.section import AutoInt
-from launcher.recipe.template_names import template_problem
+from launcher.recipe.template_names import PAIR_TEMPLATES, template_problem
 from launcher.sources.adapter import ADAPTER_CONFIG
 from launcher.sources.hub import is_hub_id, is_model_id, no_such_name
 from launcher.sources.layouts import (
@@ -736,6 +736,16 @@ def _template_values(recipe: Recipe) -> Found:
             yield ("data", "chat_template_kwargs", name), "set-by-launcher", what
 
 
+def _pair_template(recipe: Recipe) -> Found:
+    template = recipe.data.pair_template
+    if template is None or template in PAIR_TEMPLATES:
+        return
+    if missing := [name for name in ("{query}", "{document}") if template.count(name) != 1]:
+        what = f"must have {' and '.join(missing)} once, in whose place the texts are written; or be a "
+        what += f"name: {', '.join(PAIR_TEMPLATES)}"
+        yield "data.pair_template", "lacks-a-part", what
+
+
 def _part_weights(recipe: Recipe) -> Found:
     weights = recipe.data.loss_weights or {}
     if not any(weights.get(part, 1.0) for part in get_args(MessagePart)):
@@ -971,6 +981,7 @@ _RULES = (
     _packed_lengths,
     _micro_batch_tokens,
     _template_values,
+    _pair_template,
     _part_weights,
     _empty_template,
     _groups_of_parameters,

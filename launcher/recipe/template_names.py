@@ -110,3 +110,14 @@ def template_problem(value: str) -> str | None:
 def missing_tokens(name: str, known: Collection[str]) -> list[str]:
     """The tokens of a named template that are not among the texts of a tokenizer's tokens."""
     return [token for token in NAMED_TEMPLATES[name].tokens if token not in known]
+
+
+PAIR_TEMPLATES = {
+    "qwen3": (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and "
+        'the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n'
+        "<|im_start|>user\n<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+        "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+}
+"""Values of data.pair_template by name: those that published rerankers were trained with (Qwen3-Reranker's model card, 2025)."""

@@ -499,14 +499,15 @@ def documents_of(row: Mapping[str, Any], found: Match) -> int:
     values = (row.get(found.columns[role]) for role in roles if role in found.columns)
     # A conversation is one document
     counts = (
-        1 if not isinstance(value, list | tuple) or _is_message(value) else len(value)
+        1 if not isinstance(value, list | tuple) or is_message(value) else len(value)
         for value in values
         if value is not None
     )
     return max(1, sum(counts))
 
 
-def _is_message(value: Sequence[Any]) -> bool:
+def is_message(value: Sequence[Any]) -> bool:
+    """Whether a list is a conversation of one message."""
     return len(value) == 1 and isinstance(value[0], dict) and "content" in value[0]
 
 

@@ -81,6 +81,12 @@ def test_layouts_of_published_sets(name):
     assert (POSITIVE in roles) == (QUERY in roles)
 
 
+def test_a_query_may_hold_the_name_of_a_part():
+    row = {"query": "{instruction} {document}", "pos": "{query}", "prompt": "find"}
+    found = encoded(row, kind="reranking", pair_template="{instruction}|{query}|{document}")
+    assert [text for text, *_ in texts(found)] == ["find|{instruction} {document}|{query}"]
+
+
 def test_values_of_a_csv_are_texts():
     row = {"query": "[1] a", "positive": '["b", "c"]', "negative_1": "d", "negative_2": ""}
     found = encoded({**row, "scores": "[1, 0.5, 0]"})
@@ -90,6 +96,7 @@ def test_values_of_a_csv_are_texts():
         ("d", 0),
     ]
     assert texts(found)[0][0] == "[1] a"
+    assert texts(encoded({"query": "a", "positive": "[1, 2]"}))[1][0] == "[1, 2]"
     assert texts(encoded({"sentence1": "a", "sentence2": "b", "score": "0.25"}))[1][2] == 0.25
 
 

@@ -466,6 +466,8 @@ IN_ARGUMENTS = r"""
 | @vectors & data.pair_template=qwen3 | /needs-data.kind
 | @vectors & data.validation=data.txt & checkpoint.keep_best=accuracy | /no-such-metric
 | data.query_prompt=a | /needs-data.kind
+| data.kind=reranking & data.pair_template=qwen4 | /lacks-a-part
+| data.kind=reranking & data.pair_template='{document}?' | /lacks-a-part
 | data.kind=reranking & data.document_prompt=a | /needs-data.kind
 | data.kind=reranking & model.task=reranker & reranker.positive_answer=ja | /needs-model.task
 | lora={} & model.freeze=a.* | /not-with-lora

@@ -85,6 +85,15 @@ def test_a_model_folder_says_how_vectors_are_made(load, tmp_path):
     assert EmbeddingObjective.from_recipe(recipe, trained=False).settings.pooling == "mean"
     assert vector_settings(folder).query_prompt == "find: "
     assert vector_settings(folder).document_prompt == "text: "
+    # As for the texts: a prompt of the recipe replaces its own one alone, also by an empty text
+    words[1] = "data.tokenizer=null"
+    for key, expected in (
+        ("data.limit=9", {"query": "find: ", "document": "text: "}),
+        ("data.query_prompt='q: '", {"query": "q: ", "document": "text: "}),
+        ("data.query_prompt=''", {"query": "", "document": "text: "}),
+    ):
+        objective = EmbeddingObjective.from_recipe(load([ROW], *words, key), trained=False)
+        assert objective.prompts == expected
     given = load([ROW], *words, "embedding.pooling=last")
     assert EmbeddingObjective.from_recipe(given, trained=False).settings.pooling == "last"
     pooling.write_text(json.dumps({"pooling_mode": "lasttoken"}))
