@@ -11,10 +11,8 @@ from __future__ import annotations
 import gc
 import json
 import logging
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +39,7 @@ from launcher.reliability.json_files import Json
 from launcher.strategies.base import WrappedModel
 from launcher.training.endpoint import TOGETHER, Endpoint, Question
 from launcher.training.generation import complete, most_likely
+from launcher.training.random_states import random_states_kept
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +89,8 @@ class Rounds:
         prompts = RoundPrompts(data.training, part.samples)
         ranks, file = self.about.ranks, self._answers_file(part.number)
         about = self._describe(part, data.training)
-        with _random_states_kept(ranks.device):
+        # A teacher's model draws numbers when it is built, and a resumed run may not build it
+        with random_states_kept(ranks.device):
             done = 0
             if ranks.rank == 0:
                 file.path.parent.mkdir(parents=True, exist_ok=True)
@@ -385,16 +385,3 @@ def read_answers(file: Path, samples: Sequence[int], *, prompts: Path) -> list[s
         what = f"{len(missing):,} prompts of {prompts} have no answer, such as sample {missing[0]}"
         raise RecipeError(f"distillation.folder: {file}: {what}")
     return [found[sample] for sample in samples]
-
-
-@contextmanager
-def _random_states_kept(device: torch.device) -> Iterator[None]:
-    """A context after which the random generators are as before: a teacher's model draws numbers when
-    it is built, and a resumed run may not build it."""
-    states = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])

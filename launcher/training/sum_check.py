@@ -8,13 +8,11 @@ size. Neither shows in the log. So the loss of a few samples is compared with th
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -27,6 +25,7 @@ from launcher.models.embedding_noise import ALPHA
 from launcher.models.names import clean_name
 from launcher.objectives.base import dataset_objective
 from launcher.strategies.base import compute_dtype
+from launcher.training.random_states import random_states_kept
 
 if TYPE_CHECKING:
     from launcher.training.setup import Training
@@ -209,13 +208,10 @@ def _unchanged(model: nn.Module, device: torch.device) -> Iterator[None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
-    states = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with random_states_kept(device):
             yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
         for module, name, buffer, value in kept:
             buffer.copy_(value)
             module._buffers[name] = buffer
