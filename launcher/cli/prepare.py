@@ -33,7 +33,8 @@ def prepare(overrides: Overrides, gpus: CheckedGpus = None, nodes: CheckedNodes 
         raise
 
 
-_WHAT = {"model.path": "model", "distillation.teacher": "teacher", "data.tokenizer": "tokenizer"}
+_WHAT = {"model": "model", "distillation": "teacher", "data": "tokenizer"}
+"""By the section of its key."""
 
 
 def _fetch(recipe: Recipe) -> int:
@@ -41,7 +42,7 @@ def _fetch(recipe: Recipe) -> int:
     for key, name, weights in named_models(recipe):
         folder = model_folder(name, key=key, weights=weights)
         size = f" ({_size(folder)})" if weights else ""
-        _print(f"{_WHAT[key]:<10} {name}: {folder}{size}")
+        _print(f"{_WHAT[key.partition('.')[0]]:<10} {name}: {folder}{size}")
     if data.builder is not None:
         hint = "if it fetches something, start it once on this machine"
         _print(f"data       {data.builder} provides the data; {hint}")

@@ -22,7 +22,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -438,19 +438,41 @@ def rows_of_documents(
     """The rows of documents of a store, by the documents' numbers. Reads these rows again, and of
     their files what comes before them in the same part."""
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer, modalities=modalities)
-    origins = {number: origin_of(store, number) for number in sorted(wanted)}
-    found: dict[int, DocumentRow] = {}
-    for part, of_part in itertools.groupby(origins.items(), lambda item: item[1].part):
+    return {
+        number: DocumentRow(row.where, last_question(encoder, row.values or {}))
+        for number, row in _read_again(store, encoder, sorted(wanted))
+    }
+
+
+def values_of_documents(
+    store: TokenStore,
+    data: schema.Data,
+    column: str,
+    *,
+    tokenizer: str | None,
+    modalities: tuple[Modality, ...] = (),
+) -> Iterator[tuple[int, Row, Any]]:
+    """Of each document of a store: its number, its row, and the value of a column of the row; None: the
+    row has no such column. Reads the files again."""
+    encoder = make_encoder(data.kind, data, tokenizer=tokenizer, modalities=modalities)
+    for number, row in _read_again(store, encoder, range(store.documents)):
+        yield number, row, (row.values or {}).get(column)
+
+
+def _read_again(
+    store: TokenStore, encoder: Encoder, wanted: Iterable[int]
+) -> Iterator[tuple[int, Row]]:
+    """Number and row of these documents, whose numbers are sorted."""
+    origins = ((number, origin_of(store, number)) for number in wanted)
+    for part, of_part in itertools.groupby(origins, lambda item: item[1].part):
         numbers: dict[int, list[int]] = {}
         for number, row in of_part:  # a text may have been divided into two documents
             numbers.setdefault(row.number, []).append(number)
         for row in encoder.read([part]):
             for number in numbers.pop(row.number, ()):
-                question = last_question(encoder, row.values or {})
-                found[number] = DocumentRow(origins[number].where, question)
+                yield number, row
             if not numbers:
                 break
-    return found
 
 
 def check_range(encoded: Encoded, model: ModelTraits) -> None:

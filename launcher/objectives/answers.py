@@ -32,7 +32,6 @@ from launcher.objectives.base import BeforeTraining, Example, Objective
 from launcher.objectives.kept_files import (
     Reference,
     ReferenceFile,
-    TeacherFile,
     config_digest,
     weights_name,
 )
@@ -137,7 +136,7 @@ class Answers(Objective):
         def compute(model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
             return answer_log_probabilities(model, micro_batch).value
 
-        assert not isinstance(about.file, TeacherFile)
+        assert not isinstance(about.file, dict)
         return with_references(
             data,
             wrapped,

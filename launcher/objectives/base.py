@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
     from launcher.data.run_data import RunData
     from launcher.distributed.rank_layout import RankLayout
-    from launcher.objectives.kept_files import ReferenceFile, TeacherFile
+    from launcher.objectives.kept_files import KeptFile
+    from launcher.objectives.teacher import TeacherModel
     from launcher.recipe.schema import Recipe
     from launcher.strategies.base import WrappedModel
 
@@ -98,11 +99,13 @@ class BeforeTraining:
 
     ranks: RankLayout
     micro_batch_size: int
-    file: ReferenceFile | TeacherFile | None
+    file: KeptFile
     """The objective's `kept_file`; None: the results are not kept."""
-    vocabulary: int
-    """Entries of the model's vocabulary."""
-    load_teacher: Callable[[], WrappedModel]
+    model: ModelTraits
+    build_teacher: Callable[[str], TeacherModel]
+    """Builds the teacher of a name."""
+    tokenizes: bool
+    """Whether this process tokenizes what is not cached (one process of a node)."""
 
 
 @dataclass(frozen=True)
@@ -346,9 +349,9 @@ class Objective(ABC):
 
     # Before the first step
 
-    def kept_file(self, run: Path, recipe: Recipe) -> ReferenceFile | TeacherFile | None:
-        """The file in the run folder with what is computed before the first step; None: nothing is.
-        Raises RecipeError if a file that it depends on cannot be read."""
+    def kept_file(self, run: Path, recipe: Recipe) -> KeptFile:
+        """The file in the run folder with what is computed before the first step, or those of teachers
+        by name; None: nothing is. Raises RecipeError if a file that it depends on cannot be read."""
         return None
 
     def before_model(self, data: RunData, about: BeforeTraining) -> RunData:

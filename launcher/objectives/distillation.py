@@ -12,7 +12,6 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from launcher.data.batching import NO_SAMPLE
 from launcher.data.collation import Collated, RowInputs, Sample, with_positions
 from launcher.data.dataset import SequenceDataset
 from launcher.errors import RecipeError
@@ -28,7 +27,8 @@ from launcher.objectives.loss import (
     sources_of_targets,
 )
 from launcher.objectives.next_token import NextToken
-from launcher.objectives.teacher import check_student, with_teacher
+from launcher.objectives.teacher import check_student, with_teachers
+from launcher.objectives.teacher_rows import CONTINUES, UNKNOWN, TeacherRows
 from launcher.recipe import schema
 
 if TYPE_CHECKING:
@@ -41,10 +41,13 @@ class Distillation(Objective):
     """The next token, and what a teacher predicts at each target (the section distillation)."""
 
     settings: schema.Distillation
-    teacher: npt.NDArray[Any] | None = None
-    """Rows of `top_k_dtype`: of each target of each sequence, in order. None: not known yet."""
-    first: npt.NDArray[np.int64] | None = None
-    """The first row of each sequence, and the end."""
+    teachers: tuple[TeacherRows | None, ...] | None = None
+    """The predictions of each teacher; None: of a teacher without a row here. None: they are not known
+    yet."""
+    chosen: npt.NDArray[np.int16] | None = None
+    """The number of the teacher of each document of the store; None: there is one."""
+    with_target: bool = False
+    """Whether the predictions begin with that of the target, because a teacher has other tokens."""
     metrics: ClassVar[tuple[str, ...]] = ("cross_entropy", "kl")
     """Means over the tokens with loss."""
 
@@ -65,28 +68,41 @@ class Distillation(Objective):
     def sample(self, dataset: SequenceDataset, index: int) -> Sample:
         """See `next_tokens`; and `teacher`, the rows of the targets, if they are known."""
         sample = dataset.next_tokens(index)
-        if self.teacher is None:
+        if self.teachers is None:
             return sample
-        assert self.first is not None
-        begin, end = (0, 0) if index == NO_SAMPLE else self.first[index : index + 2].tolist()
-        return sample | {"teacher": np.array(self.teacher[begin:end])}
+        store, rows = (
+            dataset.store,
+            [np.zeros(0, top_k_dtype(self.settings.top_k + self.with_target))],
+        )
+        for document, start, end in dataset.pieces(index):
+            teacher = self.teachers[0 if self.chosen is None else self.chosen[document]]
+            assert teacher is not None
+            last = min(end + 1, int(store.offsets[document + 1]))
+            rows.append(teacher.of_targets(document, start + 1, last))
+        return sample | {"teacher": np.concatenate(rows)}
 
     def collate(self, rows: list[Sample], inputs: RowInputs) -> Collated:
-        """See `collate_distilled`; without it where the teacher's predictions are not known."""
+        """See `collate_distilled`; without it where the teachers' predictions are not known."""
         made = inputs.collate(rows)
         if any("teacher" not in row for row in rows):
             return made
-        return collate_distilled(made, [row["teacher"] for row in rows])
+        teacher = [row["teacher"] for row in rows]
+        return collate_distilled(made, teacher, with_target=self.with_target)
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:
         """The sum of the losses of a micro-batch's targets, and the sums of `metrics` without
         gradients: a float32 vector. Each is times the target's weight, if the data has weights. See
         `token_losses`."""
-        settings = self.settings
-        ids, teacher = (micro_batch.extra[name] for name in ("ids", "log_probabilities"))
-        function = partial(_head_statistics, ids=ids, temperature=settings.temperature)
-        found = of_head(model, micro_batch, function)
-        losses, count = token_losses(found.value, teacher, settings.temperature), None
+        settings, extra = self.settings, micro_batch.extra
+        function = partial(_head_statistics, ids=extra["ids"], temperature=settings.temperature)
+        found, count = of_head(model, micro_batch, function), None
+        losses = token_losses(
+            found.value,
+            extra["log_probabilities"],
+            settings.temperature,
+            ids=extra["ids"],
+            spans=extra.get("spans"),
+        )
         if (weights := micro_batch.weights) is not None:
             weights = micro_batch.at_positions(weights)
             losses, count = losses * weights[:, None], weights.sum()
@@ -101,28 +117,33 @@ class Distillation(Objective):
             parts.append(by_source(both, micro_batch, weights=weights, of=of))
         return torch.cat(parts)
 
-    def kept_file(self, run: Path, recipe: Recipe) -> TeacherFile:
-        """The file with the teacher's predictions."""
-        teacher = schema.Model(path=self.settings.teacher)
-        try:
-            name = weights_name(teacher, recipe.strategy, recipe.run.seed)
-            config = config_digest(teacher)
-        except RecipeError as error:
-            what = str(error).removeprefix("model.path: ")
-            raise RecipeError(f"distillation.teacher: {what}") from None
-        return TeacherFile(run / "teacher_top_k.npy", name, config)
+    def kept_file(self, run: Path, recipe: Recipe) -> dict[str, TeacherFile]:
+        """The file with the predictions of each teacher."""
+        files = {}
+        for teacher, path in self.settings.paths().items():
+            model = schema.Model(path=path)
+            try:
+                name = weights_name(model, recipe.strategy, recipe.run.seed)
+                config = config_digest(model)
+            except RecipeError as error:
+                what = str(error).removeprefix("model.path: ")
+                raise RecipeError(f"{self.settings.key_of(teacher)}: {what}") from None
+            of = f"_{teacher}" if teacher else ""
+            files[teacher] = TeacherFile(run / f"teacher{of}_top_k.npy", name, config)
+        return files
 
     def before_model(self, data: RunData, about: BeforeTraining) -> RunData:
-        """The data with the predictions of the teacher."""
-        assert isinstance(about.file, TeacherFile)
-        return with_teacher(
+        """The data with the predictions of the teachers."""
+        assert isinstance(about.file, dict)
+        return with_teachers(
             data,
             self.settings,
             about.file,
-            about.load_teacher,
-            partial(teacher_top_k, settings=self.settings, vocabulary=about.vocabulary),
+            about.build_teacher,
+            teacher_top_k,
+            model=about.model,
             micro_batch_size=about.micro_batch_size,
-            vocabulary=about.vocabulary,
+            tokenizes=about.tokenizes,
             ranks=about.ranks,
         )
 
@@ -133,9 +154,13 @@ class Distillation(Objective):
         return [row | {"teacher": teacher} for row in super().example_rows(about)]
 
 
-def collate_distilled(made: Collated, teacher: list[npt.NDArray[Any]]) -> Collated:
-    """Adds a teacher's predictions of the rows to a micro-batch: `ids` (positions, top_k) and
-    `log_probabilities`, float32, of the positions, here all targets."""
+def collate_distilled(
+    made: Collated, teacher: list[npt.NDArray[Any]], *, with_target: bool = False
+) -> Collated:
+    """Adds a teacher's predictions of the rows to a micro-batch: `ids` (positions, columns) and
+    `log_probabilities`, float32, of the positions, here all targets. with_target: the predictions begin
+    with that of the target; also adds `spans`, (positions,): where the span of a target begins, among
+    the positions, or -1 without a prediction."""
     made = with_positions(made)
     rows = np.concatenate(teacher)
     values = np.ascontiguousarray(rows["log_probability"])
@@ -143,6 +168,10 @@ def collate_distilled(made: Collated, teacher: list[npt.NDArray[Any]]) -> Collat
         "ids": torch.from_numpy(rows["id"].astype(np.int64)),
         "log_probabilities": torch.from_numpy(values),
     }
+    if with_target:
+        first, places = rows["id"][:, 0], np.arange(len(rows))
+        spans = np.maximum.accumulate(np.where(first == CONTINUES, -1, places))
+        extra["spans"] = torch.from_numpy(np.where(first == UNKNOWN, -1, spans))
     return replace(made, micro_batch=replace(made.micro_batch, extra=extra))
 
 
@@ -152,19 +181,28 @@ def teacher_top_k(
     *,
     settings: schema.Distillation,
     vocabulary: int,
+    with_target: bool = False,
 ) -> torch.Tensor:
     """The `top_k` most probable tokens at each target position, the most probable first: their
     log-probabilities at the temperature, and then their ids, (positions, 2 * top_k), float32.
 
-    They are among the first `vocabulary` entries, those that the trained model knows.
+    They are among the first `vocabulary` entries, those that the trained model knows. with_target: the
+    target comes before them, (positions, 2 * (1 + top_k)).
     """
     k, temperature = settings.top_k, settings.temperature
-    function = partial(_top_k, k=k, temperature=temperature, vocabulary=vocabulary)
+    function = partial(
+        _top_k, k=k, temperature=temperature, vocabulary=vocabulary, with_target=with_target
+    )
     return of_head(model, micro_batch, function).value
 
 
 def token_losses(
-    statistics: torch.Tensor, teacher: torch.Tensor, temperature: float
+    statistics: torch.Tensor,
+    teacher: torch.Tensor,
+    temperature: float,
+    *,
+    ids: torch.Tensor,
+    spans: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Cross-entropy and KL divergence of each token: (tokens, 2).
 
@@ -178,17 +216,46 @@ def token_losses(
     minimum would be at larger q than p: top-k without the rest is biased (Anshumann et al., 2025).
     With `temperature`^2 its gradients keep their size (Hinton et al., 2015).
 
-    statistics: of `_HeadStatistics`. teacher: log p of the top tokens, (tokens, k).
+    Where a teacher has other tokens, the events are: that the text goes on with the span, whose
+    probabilities p and q are the products of those of its tokens; with another one of the teacher's top
+    tokens that the model knows, too; and the rest. Both models have read the same text, and the events
+    exclude each other. The divergence is that of the first token of the span.
+
+    statistics: of `_HeadStatistics`. teacher: log p of the top tokens, (tokens, k). ids: of these
+    tokens; -1: there is none. spans: see `collate_distilled`.
     """
     log_sum, rest, at_target = (statistics[:, [column]] for column in range(3))
-    top = statistics[:, 3:] / temperature
+    top, known = statistics[:, 3:] / temperature, ids >= 0
+    if spans is not None:  # finite, so that their gradients are 0
+        top = top.masked_fill(~known, torch.finfo(top.dtype).min)
     normalizer = torch.logaddexp(rest, top.logsumexp(1, keepdim=True))
-    p = teacher.exp()
+    p, rest = teacher.exp(), rest - normalizer
+    log_ratios = teacher - top + normalizer
+    if spans is not None:
+        begins = known[:, :1]
+        p, log_ratios = p * known, log_ratios.masked_fill(~known, 0)
+        later = _later_tokens(at_target / temperature - normalizer, spans)
+        log_ratios = torch.cat([log_ratios[:, :1] - later * begins, log_ratios[:, 1:]], 1)
+        # Where the text begins with the first token of the span, but does not go on with it
+        several = (later < 0) & begins
+        certain = later.masked_fill(~several, -1).clamp(max=-1e-6)
+        others = top[:, :1] - normalizer + (-certain.exp()).log1p()
+        rest = torch.where(several, torch.logaddexp(rest, others), rest)
     left = (1 - p.sum(1, keepdim=True)).clamp(min=0).masked_fill(rest.isneginf(), 0)
-    divergence = (p * (teacher - top + normalizer)).sum(1, keepdim=True)
-    of_rest = torch.where(left > 0, left * (rest - normalizer), 0)
+    if spans is not None:
+        left = left * begins
+    divergence = (p * log_ratios).sum(1, keepdim=True)
+    of_rest = torch.where(left > 0, left * rest, 0)
     divergence = divergence + torch.xlogy(left, left) - of_rest
     return torch.cat([log_sum - at_target, divergence], 1)
+
+
+def _later_tokens(log_q: torch.Tensor, spans: torch.Tensor) -> torch.Tensor:
+    """For the first token of each span the sum over its other tokens, else 0: (tokens, 1)."""
+    places = torch.arange(len(spans), device=spans.device)
+    follows = ((spans >= 0) & (spans != places))[:, None]
+    sums = torch.zeros_like(log_q)
+    return sums.index_add(0, spans.clamp(min=0), log_q.masked_fill(~follows, 0))
 
 
 def _top_k(
@@ -201,19 +268,27 @@ def _top_k(
     k: int,
     temperature: float,
     vocabulary: int,
+    with_target: bool,
 ) -> torch.Tensor:
     sums, weight = [], weight[:vocabulary]
     best = torch.zeros(len(inputs), 0, device=inputs.device)
+    wanted = targets.clamp(min=0)[:, None]
+    at_target = torch.zeros(wanted.shape, device=inputs.device)
     ids = torch.zeros(len(inputs), 0, dtype=torch.long, device=inputs.device)
     with torch.autocast(inputs.device.type, enabled=False):
         for chunk in chunks_of(weight, chunking.width):
             values = chunking.transform(logits_of(inputs, weight, bias, chunk)).float()
             values = values / temperature
             sums.append(values.logsumexp(1, keepdim=True))
+            if with_target:
+                column, inside = _in_chunk(wanted, chunk)
+                at_target = torch.where(inside, values.gather(1, column), at_target)
             largest, columns = values.topk(min(k, values.shape[1]), 1)
             best, ids = torch.cat([best, largest], 1), torch.cat([ids, columns + chunk.start], 1)
             best, order = best.topk(min(k, best.shape[1]), 1)
             ids = ids.gather(1, order)
+    if with_target:
+        best, ids = torch.cat([at_target, best], 1), torch.cat([wanted, ids], 1)
     # Ids below 2^24 are exact in float32
     return torch.cat([best - torch.cat(sums, 1).logsumexp(1, keepdim=True), ids.float()], 1)
 

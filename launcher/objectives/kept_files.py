@@ -205,7 +205,8 @@ class _GrowingFile(ABC, Generic[_Part]):
 
 @dataclass(frozen=True)
 class TeacherFile(_GrowingFile[npt.NDArray[Any]]):
-    """RUN_DIR/teacher_top_k.npy, or that of a round: rows of `top_k_dtype`."""
+    """RUN_DIR/teacher_top_k.npy, that of a teacher with a name, or that of a round: rows of
+    `top_k_dtype`."""
 
     teacher: str
     """Names the teacher's weights. A file of others is not used."""
@@ -226,6 +227,10 @@ class TeacherFile(_GrowingFile[npt.NDArray[Any]]):
 
     def _end(self, about: Mapping[str, Any], written: int) -> int:
         return len(self._header(about)) + written * top_k_dtype(about["top_k"]).itemsize
+
+
+KeptFile = ReferenceFile | dict[str, TeacherFile] | None
+"""What a pass before the first step keeps: of a reference, or of each teacher by its name."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""A teacher's most probable tokens at each target of the training data, for distillation.
+"""The most probable tokens of teachers at each target of the training data, for distillation.
 
-They are computed once, before the first step, by the teacher, which the run's strategy distributes.
+They are computed once, before the first step, by one teacher after the other, which the run's strategy
+distributes. A teacher with another tokenizer reads the same rows in its own tokens.
 Rank 0 writes them to the run folder, from where all ranks read what they train on. They do not
 depend on the batches, so a resume, which reads them, may use another strategy, batch or number of
 ranks. It computes what an interrupted start has not written.
@@ -9,11 +10,12 @@ ranks. It computes what an interrupted start has not written.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
@@ -25,9 +27,10 @@ from launcher.console import bytes_as_text, seconds_as_text
 from launcher.data.collation import Collated, with_positions
 from launcher.data.dataset import MixtureDataset, SequenceDataset
 from launcher.data.loader import to_device
-from launcher.data.packing import count_labels
+from launcher.data.packing import Integers, count_labels
 from launcher.data.run_data import RunData
-from launcher.data.store_files import MappedArray
+from launcher.data.store_files import map_array
+from launcher.data.token_store import ModelTraits, open_store, values_of_documents
 from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
 from launcher.distributed.process_group import from_rank_0, gather
 from launcher.distributed.rank_layout import RankLayout
@@ -39,6 +42,7 @@ from launcher.models.micro_batch import MicroBatch
 from launcher.models.record import record_of
 from launcher.objectives.kept_files import TeacherFile, top_k_dtype
 from launcher.objectives.sweeps import rows_in_order
+from launcher.objectives.teacher_rows import Alignment, TeacherRows, align
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
 from launcher.strategies.base import WrappedModel
@@ -49,45 +53,242 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def with_teacher(
+@dataclass(frozen=True)
+class TeacherModel:
+    """A teacher, on the meta device."""
+
+    traits: ModelTraits
+    """Its own: tokenizer, vocabulary, and how its rows are made."""
+    load: Callable[[], WrappedModel]
+    """Reads its weights. Every rank must call it."""
+
+
+def with_teachers(
     data: RunData,
     settings: schema.Distillation,
-    file: TeacherFile,
-    load: Callable[[], WrappedModel],
-    predict: Callable[[nn.Module, MicroBatch], torch.Tensor],
+    files: Mapping[str, TeacherFile],
+    build: Callable[[str], TeacherModel],
+    predict: Callable[..., torch.Tensor],
     *,
+    model: ModelTraits,
     micro_batch_size: int,
-    vocabulary: int,
+    tokenizes: bool,
     ranks: RankLayout,
 ) -> RunData:
-    """The data with the predictions of a teacher: from the file, or computed now by the model that
-    `load` returns. Every rank must call this; rank 0 checks and writes the file.
+    """The data with the predictions of the teachers: from their files, or computed now, by one teacher
+    after the other. Every rank must call this; rank 0 checks and writes the files.
 
-    predict: returns what the teacher predicts at each target of a micro-batch, (targets, 2 *
-    top_k): log-probabilities, and then ids. vocabulary: entries of the vocabulary of the trained
-    model."""
+    files, build: by the name of a teacher. predict: returns what a teacher predicts at each target of
+    a micro-batch, (targets, 2 * columns): log-probabilities, and then ids; `columns` are top_k, and with
+    `with_target` the target before them. model: that of the run. tokenizes: whether this process
+    tokenizes what is not cached (one of a node)."""
     training: Any = data.training
     parts: dict[str, SequenceDataset] = getattr(training, "parts", {"": training})
-    first = {name: first_targets(part) for name, part in parts.items()}
-    rows = sum(int(each[-1]) for each in first.values())
-    about = {"teacher": file.teacher, "top_k": settings.top_k, "rows": rows}
+    chosen = _teachers_of_documents(data, parts, settings, model=model, ranks=ranks)
+    paths, sources = settings.paths(), data.data.sources()
+    same = {name: shares_tokens(model.tokenizer, path) for name, path in paths.items()}
+    # Then each row has the target, too, whose span may be several tokens
+    with_target = not all(same.values())
+    teachers: dict[str, list[TeacherRows | None]] = {part: [] for part in parts}
+    for number, name in enumerate(paths):
+        # Built if something is to be computed, or to be tokenized otherwise
+        teacher = functools.cache(functools.partial(build, name))
+        asked: dict[str, _Asked] = {}
+        for part_name, part in parts.items():
+            documents, of_part = _trained_documents(part), chosen[part_name]
+            if of_part is not None:
+                documents = documents[of_part[documents] == number]
+            if not same[name] and len(documents):
+                asked[part_name] = _asked_in_its_tokens(
+                    part,
+                    sources[part_name],
+                    documents,
+                    teacher=settings.key_of(name),
+                    path=paths[name],
+                    own=model.tokenizer,
+                    traits=teacher().traits,
+                    tokenizes=tokenizes,
+                )
+            elif of_part is None:
+                asked[part_name] = _Asked(part, documents)
+            elif len(documents):
+                of_teacher = part.objective.open(
+                    part.store, sources[part_name], teacher().traits, documents=documents
+                )
+                asked[part_name] = _Asked(of_teacher, documents)
+        if not asked:
+            what = "no row that is trained has this teacher"
+            raise RecipeError(f"{settings.key_of(name)}: {what}; leave it out")
+        stored = _predicted(
+            {part: each.dataset for part, each in asked.items()},
+            data.data,
+            settings,
+            files[name],
+            teacher,
+            predict,
+            vocabulary=_predicted_entries(model, teacher, asked),
+            with_target=with_target,
+            micro_batch_size=micro_batch_size,
+            ranks=ranks,
+            title=f"teacher {name}" if name else "teacher",
+        )
+        for part_name, of_part_rows in teachers.items():
+            if (each := asked.get(part_name)) is None:
+                of_part_rows.append(None)
+                continue
+            counts = targets_of_pieces(each.dataset)
+            rows, stored = stored[: counts.sum()], stored[counts.sum() :]
+            found = TeacherRows.of(
+                each.dataset, counts, rows, each.alignment, with_target=with_target
+            )
+            of_part_rows.append(found)
+            if each.alignment is not None and ranks.rank == 0:
+                covered = found.coverage(each.documents, key=settings.key_of(name))
+                logger.info(f"teacher: {paths[name]}: {covered}")
+        del teacher
+        gc.collect()  # its wrapped model is in reference cycles
+        if ranks.device.type == "cuda":
+            torch.cuda.empty_cache()
+    distilled: dict[str, SequenceDataset] = {}
+    for name, part in parts.items():
+        objective = cast("Distillation", part.objective)
+        objective = replace(
+            objective,
+            teachers=tuple(teachers[name]),
+            chosen=chosen[name],
+            with_target=with_target,
+        )
+        unused = [column for column in part.store.unused if column != settings.teacher_column]
+        store = replace(part.store, unused=unused)
+        distilled[name] = replace(part, store=store, objective=objective)
+    if isinstance(training, MixtureDataset):
+        return replace(data, training=MixtureDataset(distilled, training.weights))
+    return replace(data, training=distilled[""])
+
+
+def _teachers_of_documents(
+    data: RunData,
+    parts: Mapping[str, SequenceDataset],
+    settings: schema.Distillation,
+    *,
+    model: ModelTraits,
+    ranks: RankLayout,
+) -> dict[str, npt.NDArray[np.int16] | None]:
+    """The number of the teacher of each document, for each part; None: there is one teacher."""
+    names = list(settings.paths())
+    if len(names) == 1 and settings.teacher is not None:
+        return dict.fromkeys(parts)
+    column = settings.teacher_column
+    if column is None:
+        return {
+            name: np.full(part.store.documents, names.index(name), dtype=np.int16)
+            for name, part in parts.items()
+        }
+    found: dict[str, npt.NDArray[np.int16] | None] = {}
+    for name, part in parts.items():
+        numbers = np.zeros(part.store.documents, dtype=np.int16)
+        if ranks.rank == 0:
+            rows = values_of_documents(
+                part.store,
+                data.data.sources()[name],
+                column,
+                tokenizer=model.tokenizer,
+                modalities=model.attachments.modalities,
+            )
+            for document, row, value in rows:
+                if value not in names:
+                    got = f"{value!r}" if value is not None else "nothing"
+                    what = f"column {column!r} must name one of distillation.teachers"
+                    raise RecipeError(f"{row.where}: {what} ({', '.join(names)}); got {got}")
+                numbers[document] = names.index(value)
+        found[name] = from_rank_0(numbers, ranks.group)
+    return found
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a teacher predicts."""
+
+    dataset: SequenceDataset
+    documents: Integers
+    """Of the run's store."""
+    alignment: Alignment | None = None
+
+
+def _trained_documents(dataset: SequenceDataset) -> Integers:
+    """The documents of a data set that have a part in a sequence."""
+    starts = dataset.sequences.starts.astype(np.int64)
+    return np.unique(np.searchsorted(dataset.store.offsets, starts, side="right") - 1)
+
+
+def _asked_in_its_tokens(
+    part: SequenceDataset,
+    data: schema.Data,
+    documents: Integers,
+    *,
+    teacher: str,
+    path: str,
+    own: str | None,
+    traits: ModelTraits,
+    tokenizes: bool,
+) -> _Asked:
+    """These documents of the run as the tokenizer of the teacher and its chat template write them.
+    teacher: its key in the recipe. own: the tokenizer of the run. Raises RecipeError if the tokens
+    cannot be compared."""
+    assert own is not None
+    files = data.train
+    assert isinstance(files, tuple)
+    # What is too long for the teacher alone has predictions up to its end
+    data = replace(data, tokenizer=path, overlong="cut")
+    if hugging_face_tokenizer(path).chat_template:
+        data = replace(data, chat_template=None)
+    store = open_store(files, data, tokenizer=path, model=traits, build=tokenizes)
+    alignment = align(part.store, store, data, own=own, other_tokenizer=path, key=teacher)
+    theirs = alignment.documents[documents]
+    theirs = theirs[theirs >= 0]
+    if not len(theirs):
+        raise RecipeError(f"{teacher}: {path} can read none of the rows of the run")
+    dataset = part.objective.open(store, data, traits, documents=np.unique(theirs))
+    return _Asked(dataset, documents, alignment)
+
+
+def _predicted(
+    parts: Mapping[str, SequenceDataset],
+    data: schema.Data,
+    settings: schema.Distillation,
+    file: TeacherFile,
+    teacher: Callable[[], TeacherModel],
+    predict: Callable[..., torch.Tensor],
+    *,
+    vocabulary: int,
+    with_target: bool,
+    micro_batch_size: int,
+    ranks: RankLayout,
+    title: str,
+) -> npt.NDArray[Any]:
+    """What a teacher predicts at all targets of the parts, from its file, or computed now."""
+    counts = np.concatenate([targets_of_sequences(part) for part in parts.values()])
+    rows, columns = int(counts.sum()), settings.top_k + with_target
+    about = {"teacher": file.teacher, "top_k": columns, "rows": rows}
     about |= {"temperature": settings.temperature, "vocabulary": vocabulary}
     about |= {"sequences": [_digest(part) for part in parts.values()]}
+    about |= {"with_target": True} if with_target else {}
     if file.config is not None:
         about["config"] = file.config
     done = from_rank_0(file.read(about) if ranks.rank == 0 else 0, ranks.group)
     if done < rows:
         if ranks.rank == 0:
-            _announce(file, settings, rows, done)
-        teacher, started = load(), time.monotonic()
-        offsets = np.cumsum([0, *(count for each in first.values() for count in np.diff(each))])
+            _announce(file, columns, rows, done, title)
+        wrapped, started = teacher().load(), time.monotonic()
         found = _predictions(
-            training,
-            data.data,
-            teacher,
-            settings,
-            predict,
-            first=int(np.searchsorted(offsets, done, side="right")) - 1,
+            next(iter(parts.values())) if len(parts) == 1 else MixtureDataset({**parts}, None),
+            data,
+            wrapped,
+            functools.partial(
+                predict, settings=settings, vocabulary=vocabulary, with_target=with_target
+            ),
+            columns=columns,
+            first=int(np.searchsorted(np.append(0, np.cumsum(counts)), done, side="right")) - 1,
             micro_batch_size=micro_batch_size,
             ranks=ranks,
         )
@@ -95,32 +296,41 @@ def with_teacher(
             file.write(found, rows, about, done=done)
         for _ in found:  # the other ranks; none is left on rank 0
             pass
-        logger.info(f"teacher: done in {seconds_as_text(time.monotonic() - started)}")
+        logger.info(f"{title}: done in {seconds_as_text(time.monotonic() - started)}")
         gather(None, ranks.group)  # the file is complete
-    stored, begin = np.load(file.path, mmap_mode="r").view(MappedArray), 0
-    distilled: dict[str, SequenceDataset] = {}
-    for name, part in parts.items():
-        mine = stored[begin : begin + first[name][-1]]
-        objective = cast("Distillation", part.objective)
-        objective = replace(objective, teacher=mine, first=first[name])
-        distilled[name] = replace(part, objective=objective)
-        begin += first[name][-1]
-    if isinstance(training, MixtureDataset):
-        return replace(data, training=MixtureDataset(distilled, training.weights))
-    return replace(data, training=distilled[""])
+    return map_array(file.path)
 
 
-def first_targets(dataset: SequenceDataset) -> npt.NDArray[np.int64]:
-    """The number of targets before each sequence, and of all: (sequences + 1,)."""
+def _predicted_entries(
+    model: ModelTraits, teacher: Callable[[], TeacherModel], asked: Mapping[str, _Asked]
+) -> int:
+    """The entries of the teacher's vocabulary that may be predicted: those that the model has, or of
+    another tokenizer the tokens that it knows."""
+    alignment = next(iter(asked.values())).alignment
+    if alignment is None:
+        return model.vocabulary or 0
+    return min(teacher().traits.vocabulary or 0, len(alignment.texts[1].texts))
+
+
+def targets_of_pieces(dataset: SequenceDataset) -> npt.NDArray[np.int64]:
+    """The number of targets of each piece, in the order of the sequences."""
     store, sequences = dataset.store, dataset.sequences
     starts = sequences.starts.astype(np.int64)
     ends = store.offsets[np.searchsorted(store.offsets, starts, side="right")]
     last = np.minimum(starts + sequences.lengths + 1, ends)
-    counts = last - starts - 1
+    counts: npt.NDArray[np.int64] = last - starts - 1
     if store.labels is not None:  # in blocks: a store may be larger than the memory
         order = np.argsort(starts)
         counts[order] = count_labels(store.labels, starts[order] + 1, last[order])
-    return np.append(0, np.cumsum(np.add.reduceat(counts, sequences.bounds[:-1])))
+    return counts
+
+
+def targets_of_sequences(dataset: SequenceDataset) -> npt.NDArray[np.int64]:
+    """The number of targets of each sequence."""
+    counts: npt.NDArray[np.int64] = np.add.reduceat(
+        targets_of_pieces(dataset), dataset.sequences.bounds[:-1]
+    )
+    return counts
 
 
 def _digest(dataset: SequenceDataset) -> str:
@@ -132,26 +342,26 @@ def _digest(dataset: SequenceDataset) -> str:
     return checksum_of([content, *(np.ascontiguousarray(a, dtype=np.int64).data for a in arrays)])
 
 
-def _announce(file: TeacherFile, settings: schema.Distillation, rows: int, done: int) -> None:
+def _announce(file: TeacherFile, columns: int, rows: int, done: int, title: str) -> None:
     """Logs what the pass will write. Raises TrainingError if the disk has less space."""
-    folder, row = file.path.parent, top_k_dtype(settings.top_k).itemsize
+    folder, row = file.path.parent, top_k_dtype(columns).itemsize
     free = shutil.disk_usage(folder).free
     text = f"the predictions of {rows:,} tokens take {bytes_as_text(rows * row)} in {folder}"
     if (rows - done) * row > free:
         what = f"{text}, where {bytes_as_text(free)} are free; lower distillation.top_k"
-        raise TrainingError(f"teacher: {what}, or choose another run.dir")
-    logger.info(f"teacher: {text}, of {bytes_as_text(free)} free")
+        raise TrainingError(f"{title}: {what}, or choose another run.dir")
+    logger.info(f"{title}: {text}, of {bytes_as_text(free)} free")
     if done:
-        logger.info(f"teacher: those of the first {done:,} tokens are there, from an earlier start")
+        logger.info(f"{title}: those of the first {done:,} tokens are there, from an earlier start")
 
 
 def _predictions(
     dataset: SequenceDataset | MixtureDataset,
     data: schema.Data,
     teacher: WrappedModel,
-    settings: schema.Distillation,
     predict: Callable[[nn.Module, MicroBatch], torch.Tensor],
     *,
+    columns: int,
     first: int,
     micro_batch_size: int,
     ranks: RankLayout,
@@ -175,7 +385,7 @@ def _predictions(
         ranks=ranks,
         what="teacher",
     ):
-        rows = np.empty(len(values), dtype=top_k_dtype(settings.top_k))
+        rows = np.empty(len(values), dtype=top_k_dtype(columns))
         rows["log_probability"], rows["id"] = np.split(values.cpu().numpy(), 2, axis=1)
         if np.isnan(rows["log_probability"]).any():
             what = "its predictions are not finite: check its weights, or use bfloat16 instead of"
@@ -183,11 +393,11 @@ def _predictions(
         yield rows
 
 
-def teacher_recipe(recipe: Recipe) -> Recipe:
-    """The recipe with its teacher in place of the model."""
+def teacher_recipe(recipe: Recipe, name: str) -> Recipe:
+    """The recipe with the teacher of this name in place of the model."""
     assert recipe.distillation is not None
     model = schema.Model(
-        path=recipe.distillation.teacher,
+        path=recipe.distillation.paths()[name],
         attention=recipe.model.attention,
         trust_remote_code=recipe.model.trust_remote_code,
     )
@@ -219,28 +429,32 @@ def checked_teacher(
     recipe: Recipe,
     own: Prepared,
     prepare: Callable[[Recipe], _Prepared],
+    name: str,
     *,
     planned: bool = False,
 ) -> _Prepared:
-    """Builds the teacher by calling `prepare` with `teacher_recipe`. Raises RecipeError, which names
-    the teacher, if that fails, or if `own`, the model of the recipe, cannot learn from it. `planned`:
-    tokenizers that cannot be loaded are not compared."""
-    assert recipe.distillation is not None
+    """Builds the teacher of this name by calling `prepare` with `teacher_recipe`. Raises RecipeError,
+    which names the teacher, if that fails, or if `own`, the model of the recipe, cannot learn from it.
+    `planned`: tokenizers that cannot be loaded are not compared."""
+    settings = recipe.distillation
+    assert settings is not None
+    key = settings.key_of(name)
     try:
-        teacher = prepare(teacher_recipe(recipe))
+        teacher = prepare(teacher_recipe(recipe, name))
     except RecipeError as error:
         lines = (line.removeprefix("model.path: ") for line in error.problems)
-        raise RecipeError([f"distillation.teacher: {line}" for line in lines]) from None
-    check_student(teacher.model, recipe.distillation, key="distillation.teacher")
+        raise RecipeError([f"{key}: {line}" for line in lines]) from None
+    check_student(teacher.model, settings, key=key)
     sizes = (describe(each.model).vocabulary or 0 for each in (own, teacher))
-    _check_vocabulary(recipe, *sizes, planned=planned)
+    if not _check_vocabulary(recipe, name, *sizes, planned=planned):
+        return teacher
     theirs, ours = (
         each.masking + (" and in recurrent layers" if each.recurrent else "")
         for each in (record_of(teacher.model), record_of(own.model))
     )
     if theirs != ours:
         what = f"keeps packed documents apart by {theirs}, the model by {ours}"
-        raise RecipeError(f"distillation.teacher: {what}; set data.packing=false")
+        raise RecipeError(f"{key}: {what}; set data.packing=false")
     return teacher
 
 
@@ -257,24 +471,40 @@ def check_student(
         raise RecipeError(f"distillation.top_k: {what} of {type(model).__name__}")
 
 
-def _check_vocabulary(recipe: Recipe, own: int, of_teacher: int, *, planned: bool) -> None:
-    """Raises RecipeError if the ids of the teacher's tokens differ from those of the model's. The
-    numbers of entries may differ, since some models have spare ones."""
-    settings, name = recipe.distillation, tokenizer_name(recipe.data, recipe.model)
+def _check_vocabulary(
+    recipe: Recipe, name: str, own: int, of_teacher: int, *, planned: bool
+) -> bool:
+    """Whether the ids of the teacher's tokens are those of the model's. Raises RecipeError if they are
+    not, and the tokens cannot be compared by their texts. The numbers of entries may differ, since some
+    models have spare ones."""
+    settings, tokenizer = recipe.distillation, tokenizer_name(recipe.data, recipe.model)
     assert settings is not None
-    same = None if name is None else _same_tokens(name, settings.teacher)
+    path, key = settings.paths()[name], settings.key_of(name)
+    same = None if tokenizer is None else _same_tokens(tokenizer, path)
     if planned and same is None and recipe.data.kind != "tokens":
-        return  # perhaps a tokenizer is not downloaded yet; training compares them
-    what = f"its tokenizer has other tokens than that of the run, {name}"
+        return True  # perhaps a tokenizer is not downloaded yet; training compares them
+    family = "choose a teacher of the same family of models"
     if same is None:  # there is none, as for rows of ids
-        same = own == of_teacher
+        if own == of_teacher:
+            return True
         what = f"its vocabulary of {of_teacher:,} entries is not that of the model, {own:,}"
-    if not same:
-        advice = "ids must mean the same tokens; choose a teacher of the same family of models"
-        raise RecipeError(f"distillation.teacher: {what}: {advice}")
+        raise RecipeError(f"{key}: {what}: ids must mean the same tokens; {family}")
+    other = f"its tokenizer has other tokens than that of the run, {tokenizer}"
+    if not same and any(each.kind == "tokens" for each in recipe.data.sources().values()):
+        what = "rows of ids (data.kind: tokens) have no text that it could read"
+        raise RecipeError(f"{key}: {other}: {what}; {family}")
+    if not same and settings.answers != "data":
+        what = "they are compared for answers in the data only"
+        raise RecipeError(f"{key}: {other}: {what} (distillation.answers: data); or {family}")
+    return same
 
 
-@functools.lru_cache(maxsize=4)
+def shares_tokens(tokenizer: str | None, teacher: str) -> bool:
+    """Whether the ids of a checked teacher mean the tokens of the run's tokenizer."""
+    return tokenizer is None or _same_tokens(tokenizer, teacher) is not False
+
+
+@functools.lru_cache(maxsize=32)
 def _same_tokens(name: str, other: str) -> bool | None:
     """Whether two tokenizers give tokens the same ids; None if one of them cannot be loaded."""
     try:

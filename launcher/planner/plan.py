@@ -256,7 +256,7 @@ def _reference_note(work: Work, machine: Machine) -> Iterator[str]:
 
 
 def _teacher_peak(recipe: Recipe, machine: Machine) -> int:
-    """Bytes of tensors on a device at the peak of a teacher's pass; 0 without a teacher."""
+    """Bytes of tensors on a device at the largest peak of a teacher's pass; 0 without a teacher."""
     if recipe.distillation is None:
         return 0
     random = with_random_weights(recipe)
@@ -265,10 +265,13 @@ def _teacher_peak(recipe: Recipe, machine: Machine) -> int:
     def prepare(teacher: Recipe) -> PreparedModel:
         return original_model(with_random_weights(teacher), device=machine.device)
 
-    checked_teacher(random, model, prepare, planned=True)
-    teacher = with_random_weights(teacher_recipe(recipe))
-    profile = profile_model(teacher, device=machine.device)
-    return forward_peak(Work(profile, teacher, ranks=machine.ranks))
+    peaks = []
+    for name in recipe.distillation.paths():
+        checked_teacher(random, model, prepare, name, planned=True)
+        teacher = with_random_weights(teacher_recipe(recipe, name))
+        profile = profile_model(teacher, device=machine.device)
+        peaks.append(forward_peak(Work(profile, teacher, ranks=machine.ranks)))
+    return max(peaks)
 
 
 def _in_rounds(recipe: Recipe) -> bool:

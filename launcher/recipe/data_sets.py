@@ -48,6 +48,7 @@ def named_models(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
     if model.path is not None:
         yield "model.path", model.path, model.init != "random"
     if recipe.distillation is not None:
-        yield "distillation.teacher", recipe.distillation.teacher, True
+        for teacher, path in recipe.distillation.paths().items():
+            yield recipe.distillation.key_of(teacher), path, True
     if tokenizer not in (None, "bytes"):
         yield "data.tokenizer", str(tokenizer), False

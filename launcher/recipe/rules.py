@@ -203,6 +203,8 @@ NEEDS: tuple[Needs, ...] = (
     Needs("preference.margin", "preference.loss", "simpo"),
     Needs("distillation", "model.new_tokens", False),
     Needs("distillation", "model.chunked_loss", True),
+    Needs("distillation.teacher_column", "distillation.teachers", True),
+    Needs("distillation.teachers", "distillation.answers", "data"),
     Needs("distillation.rounds", "distillation.answers", "student endpoint folder"),
     Needs("distillation.answers", "data.kind", _kinds(lambda kind: kind.loss_on == "answers")),
     Needs("distillation.answers", "data.loss_on", "assistant last"),
@@ -445,8 +447,11 @@ def _installed(recipe: Recipe, key: str) -> Found:
 
 
 def _paths_of_models(recipe: Recipe) -> Found:
-    for key in ("model.path", "distillation.teacher"):
-        path = value_of(recipe, key)
+    paths = [("model.path", recipe.model.path)]
+    if recipe.distillation is not None:
+        teachers = recipe.distillation.paths().items()
+        paths += [(recipe.distillation.key_of(name), path) for name, path in teachers]
+    for key, path in paths:
         if path is not None and not is_model_id(path) and not os.path.isfile(f"{path}/config.json"):
             if os.path.isfile(f"{path}/{ADAPTER_CONFIG}"):
                 what = f"{path} is an adapter: lora.path continues it, with {key} as its base; or "
@@ -576,6 +581,25 @@ def _streaming(recipe: Recipe) -> Found:
     for name in ("kto", "distillation"):
         if getattr(recipe, name) is not None:
             yield name, "pass-not-with-data.streaming", what
+
+
+def _teachers(recipe: Recipe) -> Found:
+    settings, train = recipe.distillation, recipe.data.train
+    if settings is None:
+        return
+    if (settings.teacher is None) == (settings.teachers is None):
+        what = "needs one teacher, or several by name in distillation.teachers, not both"
+        yield "distillation.teacher", "one-of", what
+        return
+    if settings.teachers is None or settings.teacher_column is not None:
+        return
+    names = ", ".join(settings.teachers)
+    if not isinstance(train, dict):
+        what = "needs distillation.teacher_column, which names the teacher of each row, or a mixture in "
+        yield "distillation.teachers", "needs-teacher_column", f"{what}data.train of {names}"
+    elif missing := [name for name in train if name not in settings.teachers]:
+        what = f"has no teacher in distillation.teachers ({names}); give one to each source"
+        yield f"data.train.{missing[0]}", "no-teacher", what
 
 
 def _rounds(recipe: Recipe) -> Found:
@@ -970,6 +994,7 @@ _RULES = (
     _config,
     _sizes,
     _new_tokens,
+    _teachers,
     _rounds,
     _mixture,
     _label_smoothing,

@@ -660,8 +660,14 @@ class Distillation(Section):
     """Training on what a teacher predicts: the loss of a token is (1 - weight) * cross-entropy +
     weight * temperature^2 * KL(teacher, model) (Hinton et al., 2015)."""
 
-    teacher: Text
-    """Hugging Face checkpoint with the tokenizer of the model: a folder or a hub id."""
+    teacher: Text | None = None
+    """Hugging Face checkpoint: a folder or a hub id. If its tokenizer is another one than the model's,
+    predictions are compared where both tokenizers end a token."""
+    teachers: Annotated[dict[Name, Text], Field(min_length=1)] | None = None
+    """Several of them by name, in place of teacher. Each row has one: that with the name of its source
+    in the mixture data.train, or in the column teacher_column."""
+    teacher_column: Text | None = None
+    """Column of the rows with the name of the teacher; null: of the source."""
     top_k: PositiveInt = 64
     """Most probable tokens that are kept of each prediction, at 8 bytes. All others count as one
     token, whose probability is the sum of theirs."""
@@ -691,6 +697,15 @@ class Distillation(Section):
     folder: Text | None = None
     """Folder with round_0001.jsonl and so on: a line {"sample": number, "answer": text} for each
     prompt in RUN_DIR/rounds/round_0001_prompts.jsonl."""
+
+    def paths(self) -> dict[str, str]:
+        """The teachers by name; that of the key teacher has none."""
+        return {"": self.teacher} if self.teacher is not None else dict(self.teachers or {})
+
+    @staticmethod
+    def key_of(name: str) -> str:
+        """The key of the recipe with the teacher of this name."""
+        return f"distillation.teachers.{name}" if name else "distillation.teacher"
 
 
 class Kto(Section):

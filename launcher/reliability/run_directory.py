@@ -36,11 +36,9 @@ EXPERTS = "experts.json"
 """The load of each expert, for `launcher report`."""
 _REPLACED = ("recipe.yaml", "samples.jsonl", EXPERTS, "status.json", "hf")
 """What a run from scratch replaces or removes."""
-_PASSES = {
-    "reference.safetensors": "reference.safetensors",
-    "teacher_top_k.json": "teacher_top_k.npy",
-}
-"""What passes before the first step keep for the next start: by the file that is written last."""
+_PASSES = {"reference.safetensors": None, "teacher*_top_k.json": ".npy"}
+"""What passes before the first step keep for the next start: the file that is written last, and the
+suffix of that with the results; None: it is the same."""
 _EVERY_EVENT = ("event", "time", "host", "attempt")
 _OF_EVENT = {"saved": ("step",), "resumed": ("step",)}
 Event = Literal["started", "built", "resumed", "saved", "failed", "stopped", "finished"]
@@ -174,9 +172,9 @@ class RunFolder:
         with contextlib.suppress(OSError):
             started = (self.path / "recipe.yaml").stat().st_mtime  # `create` writes it
             for last, kept in _PASSES.items():
-                file = self.path / last
-                if file.exists() and file.stat().st_mtime >= started:
-                    return self.path / kept
+                for file in self.path.glob(last):
+                    if file.stat().st_mtime >= started:
+                        return file if kept is None else file.with_suffix(kept)
             for file in (self.path / "rounds").glob("*.json"):
                 if file.stat().st_mtime >= started:
                     return file.parent

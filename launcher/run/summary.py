@@ -34,6 +34,7 @@ from launcher.objectives.base import dataset_objective
 from launcher.optimizers.groups import describe_groups
 from launcher.optimizers.optimizer import warmup_steps
 from launcher.recipe import schema
+from launcher.recipe.data_sets import named_models
 from launcher.recipe.decode import KeyPath, dotted
 from launcher.recipe.derived import Derived
 from launcher.recipe.schema import Recipe
@@ -93,16 +94,11 @@ def describe_start(training: Training, ranks_per_node: int) -> Json:
 
 def _revisions(recipe: Recipe) -> Json:
     """The commits of models and tokenizers that come from the hub, by key."""
-    teacher = None if recipe.distillation is None else recipe.distillation.teacher
-    names = {
-        "model.path": recipe.model.path,
-        "data.tokenizer": recipe.data.tokenizer,
-        "distillation.teacher": teacher,
-    }
+    names = {key: name for key, name, _ in named_models(recipe)}
     return {
         key: commit_of(model_folder(name, key=key, weights=False))
         for key, name in names.items()
-        if name is not None and is_model_id(name)
+        if is_model_id(name)
     }
 
 

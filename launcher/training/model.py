@@ -378,10 +378,12 @@ def prepare_model(recipe: Recipe, *, device: torch.device) -> PreparedModel:
     )
 
 
-def prepare_teacher(recipe: Recipe, own: PreparedModel, *, device: torch.device) -> PreparedModel:
-    """Builds the teacher, and freezes its weights in the dtype of forward passes. Raises
+def prepare_teacher(
+    recipe: Recipe, own: PreparedModel, name: str, *, device: torch.device
+) -> PreparedModel:
+    """Builds the teacher of this name, and freezes its weights in the dtype of forward passes. Raises
     RecipeError if it cannot teach the recipe's model, `own` (`checked_teacher`)."""
-    prepared = checked_teacher(recipe, own, functools.partial(prepare_model, device=device))
+    prepared = checked_teacher(recipe, own, functools.partial(prepare_model, device=device), name)
     kept = kept_in_float32(prepared.model, prepared.compute_dtype, prepared.weights.source)
     for name, parameter in prepared.model.named_parameters():
         parameter.requires_grad_(False)

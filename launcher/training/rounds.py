@@ -8,7 +8,6 @@ of the round before, and a checkpoint is saved there.
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import time
@@ -25,7 +24,6 @@ from launcher.console import seconds_as_text, task
 from launcher.data.dataset import SequenceDataset
 from launcher.data.rounds import Prompt, Round, RoundPrompts, round_at, round_bounds, round_data
 from launcher.data.run_data import RunData
-from launcher.data.token_store import ModelTraits
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.process_group import from_rank_0, gather
 from launcher.errors import RecipeError, TrainingError
@@ -63,9 +61,6 @@ class Rounds:
     wrapped: WrappedModel
     about: BeforeTraining
     """Its file is that of a run without rounds."""
-    model: ModelTraits
-    build: bool
-    """Whether this process tokenizes (one process of a node)."""
 
     def ends_at(self, steps: int) -> frozenset[int]:
         """The last step of each round, of a run with so many steps."""
@@ -105,27 +100,26 @@ class Rounds:
                 part,
                 file.path,
                 objective=self.objective.with_seed(self.seed),
-                model=self.model,
-                build=self.build,
+                model=self.about.model,
+                build=self.about.tokenizes,
             )
-            teacher = self.about.file
-            assert isinstance(teacher, TeacherFile)
             if ranks.rank == 0:  # a resume from an earlier checkpoint computes them again
                 for number in range(1, part.number):
-                    self._teacher_file(teacher, number).remove()
-            about_round = replace(self.about, file=self._teacher_file(teacher, part.number))
+                    for of_teacher in self._teacher_files(number).values():
+                        of_teacher.remove()
+            about_round = replace(self.about, file=self._teacher_files(part.number))
             heartbeat("teacher")
-            of_round = self.objective.before_model(of_round, about_round)
-            gc.collect()  # a teacher's wrapped model is in reference cycles
-            if ranks.device.type == "cuda":
-                torch.cuda.empty_cache()
-        return of_round
+            return self.objective.before_model(of_round, about_round)
 
     def _answers_file(self, number: int) -> AnswersFile:
         return AnswersFile(self.folder / f"round_{number:04}.jsonl")
 
-    def _teacher_file(self, file: TeacherFile, number: int) -> TeacherFile:
-        return replace(file, path=self.folder / f"round_{number:04}_top_k.npy")
+    def _teacher_files(self, number: int) -> dict[str, TeacherFile]:
+        assert isinstance(self.about.file, dict)
+        return {
+            name: replace(file, path=self.folder / f"round_{number:04}_top_k.npy")
+            for name, file in self.about.file.items()
+        }
 
     def _describe(self, part: Round, dataset: SequenceDataset) -> Json:
         """What the answers of a round depend on beside the weights."""
@@ -192,8 +186,8 @@ class Rounds:
 
     @property
     def _tokenizer(self) -> Any:
-        assert self.model.tokenizer is not None
-        return hugging_face_tokenizer(self.model.tokenizer)
+        assert self.about.model.tokenizer is not None
+        return hugging_face_tokenizer(self.about.model.tokenizer)
 
     def _limit(self, prompts: RoundPrompts, prompt: Prompt) -> int:
         return min(self.settings.max_new_tokens, prompts.room(prompt))

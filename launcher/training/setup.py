@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import random
 from collections.abc import Callable, Iterator
@@ -39,8 +38,10 @@ from launcher.models.head import chunk_width, computes_loss
 from launcher.models.hugging_face_files import export_hugging_face
 from launcher.models.record import record_of, whole_model
 from launcher.models.router_balance import RouterBalance, router_balance, wants_balance
+from launcher.models.row_division import RowDivision
 from launcher.objectives.base import BeforeTraining, dataset_objective
-from launcher.objectives.kept_files import ReferenceFile, TeacherFile
+from launcher.objectives.kept_files import KeptFile
+from launcher.objectives.teacher import TeacherModel
 from launcher.optimizers.average import averages_in_place
 from launcher.optimizers.optimizer import LossScale, learning_rate
 from launcher.recipe.schema import Recipe
@@ -201,7 +202,7 @@ def assemble(
     prepared: PreparedModel | None = None,
     build_data: bool = True,
     run_dir: Path | None = None,
-    kept_file: ReferenceFile | TeacherFile | None = None,
+    kept_file: KeptFile = None,
     hooks: Hooks | None = None,
     heartbeat: Callable[[str], None] = lambda phase: None,
     check_data: Callable[[RunData], None] = lambda data: None,
@@ -219,17 +220,8 @@ def assemble(
         each = f"{rows.heads} ranks that divide the heads" if rows.heads > 1 else "one rank"
         logger.info(f"rows: {rows.ring} groups exchange keys and values, each of {each}")
     heartbeat("data")
-    traits = ModelTraits(
-        tokenizer=tokenizer_name(recipe.data, recipe.model),
-        vocabulary=prepared.description.vocabulary,
-        classes=describe(model).classes if objective.trains_classes else None,
-        padding=padding_id(model),
-        masking=record_of(prepared.model).masking,
-        recurrent=record_of(prepared.model).recurrent,
-        division=rows,
-        width_multiple=width_multiple(ranks.device),
-        attachments=prepared.attachments,
-    )
+    tokenizer = tokenizer_name(recipe.data, recipe.model)
+    traits = _traits(prepared, tokenizer, rows, ranks)
     data = open_run_data(
         recipe.data,
         recipe.batch,
@@ -245,20 +237,18 @@ def assemble(
         ranks,
         rows_of(recipe.batch, row_length=recipe.data.row_length),
         kept_file,
-        prepared.description.vocabulary or 0,
-        partial(_load_teacher, recipe, prepared, ranks),
+        traits,
+        partial(_build_teacher, recipe, prepared, ranks),
+        build_data,
     )
     distillation = recipe.distillation
     in_rounds = distillation is not None and distillation.answers != "data"
     if distillation is not None and in_rounds:  # what cannot work ends the run now
-        prepare_teacher(recipe, prepared, device=ranks.device)
+        for name in distillation.paths():
+            prepare_teacher(recipe, prepared, name, device=ranks.device)
         round_bounds(data.steps, distillation.rounds)
-    computed = data if in_rounds else objective.before_model(data, about)
-    if computed is not data:
-        gc.collect()  # a teacher's wrapped model is in reference cycles
-        if ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
-        data = computed
+    if not in_rounds:
+        data = objective.before_model(data, about)
     heartbeat("strategy")
     wrapped = prepared.wrap(recipe, ranks)
     prepared.check_logits(wrapped, ranks, rows)
@@ -271,7 +261,7 @@ def assemble(
         load.start(model, ranks, rate=recipe.model.router_bias_update_rate)
     data = objective.with_initial_weights(data, wrapped, about)
     _seed_generators(recipe.run.seed + ranks.random_stream)
-    prompts, tokenizer = None, tokenizer_name(recipe.data, recipe.model)
+    prompts = None
     generates = (
         bool(recipe.checkpoint.export) or recipe.evaluation.generate is not None or in_rounds
     )
@@ -291,8 +281,6 @@ def assemble(
             objective=objective,
             wrapped=wrapped,
             about=about,
-            model=traits,
-            build=build_data,
         )
     return Training(
         recipe,
@@ -311,11 +299,37 @@ def assemble(
     )
 
 
-def _load_teacher(recipe: Recipe, prepared: PreparedModel, ranks: RankLayout) -> WrappedModel:
-    teacher = prepare_teacher(recipe, prepared, device=ranks.device)
-    wrapped = teacher.wrap(replace(recipe, activation_checkpointing=None), ranks)
-    teacher.check_logits(wrapped, ranks, teacher.row_division(recipe.strategy, ranks))
-    return wrapped
+def _traits(
+    prepared: PreparedModel, tokenizer: str | None, rows: RowDivision, ranks: RankLayout
+) -> ModelTraits:
+    model, record = prepared.model, record_of(prepared.model)
+    return ModelTraits(
+        tokenizer=tokenizer,
+        vocabulary=prepared.description.vocabulary,
+        classes=describe(model).classes if prepared.objective.trains_classes else None,
+        padding=padding_id(model),
+        masking=record.masking,
+        recurrent=record.recurrent,
+        division=rows,
+        width_multiple=width_multiple(ranks.device),
+        attachments=prepared.attachments,
+    )
+
+
+def _build_teacher(
+    recipe: Recipe, prepared: PreparedModel, ranks: RankLayout, name: str
+) -> TeacherModel:
+    """Builds the teacher of a name on the meta device."""
+    assert recipe.distillation is not None
+    teacher = prepare_teacher(recipe, prepared, name, device=ranks.device)
+    rows = teacher.row_division(recipe.strategy, ranks)
+
+    def load() -> WrappedModel:
+        wrapped = teacher.wrap(replace(recipe, activation_checkpointing=None), ranks)
+        teacher.check_logits(wrapped, ranks, rows)
+        return wrapped
+
+    return TeacherModel(_traits(teacher, recipe.distillation.paths()[name], rows, ranks), load)
 
 
 def _seed_generators(seed: int) -> None:

@@ -276,7 +276,7 @@ def test_frozen_parameters_that_matter_stay_in_float32(tmp_path):
         assert torch.equal(prepared.model.get_parameter(name), stored[name])
     recipe = recipe_for(whole, distillation=schema.Distillation(teacher=str(whole), top_k=4))
     own = prepare_model(recipe, device=CPU)
-    teacher = prepare_teacher(recipe, own, device=CPU).model
+    teacher = prepare_teacher(recipe, own, "", device=CPU).model
     dtypes = {name: p.dtype for name, p in teacher.named_parameters()}
     assert dtypes["model.layers.0.linear_attn.A_log"] == torch.float32
     assert dtypes["model.embed_tokens.weight"] == torch.bfloat16

@@ -13,7 +13,8 @@ from launcher.data.token_store import TokenStore
 from launcher.objectives.classification import Classification
 from launcher.objectives.distillation import Distillation
 from launcher.objectives.kept_files import top_k_dtype
-from launcher.objectives.teacher import first_targets
+from launcher.objectives.teacher import targets_of_pieces
+from launcher.objectives.teacher_rows import TeacherRows
 from launcher.recipe import schema
 from tests.datasets import dataset_of
 from tests.unit.objectives import test_distillation as distillation
@@ -62,12 +63,13 @@ def taught():
         ids = drawn.integers(0, distillation.VOCABULARY, 6 * rows, dtype=np.int32)
         store = TokenStore(ids, None, np.arange(rows + 1) * 6)
         made = dataset_of(store, separate(store.offsets, 6), 6)
-        first = first_targets(made)
-        teacher = np.zeros(first[-1], dtype=top_k_dtype(TOP_K))
+        counts = targets_of_pieces(made)
+        teacher = np.zeros(counts.sum(), dtype=top_k_dtype(TOP_K))
         teacher["id"] = drawn.permuted(np.tile(np.arange(9), (len(teacher), 1)), axis=1)[:, :TOP_K]
         teacher["log_probability"] = np.log(0.2)
         settings = schema.Distillation(teacher="x", top_k=TOP_K, temperature=2.0, weight=0.7)
-        objective = Distillation(settings, teacher=teacher, first=first)
+        rows = TeacherRows.of(made, counts, teacher, None, with_target=False)
+        objective = Distillation(settings, teachers=(rows,))
         return dataset_of(store, separate(store.offsets, 6), 6, objective=objective)
 
     return distillation.model_of(1, chunked=True), (of(2, 1), of(3, 2)), [10, 15]

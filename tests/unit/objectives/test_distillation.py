@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch.nn.functional import cross_entropy, kl_div
 
+from launcher.data.collation import Collated
 from launcher.errors import RecipeError
 from launcher.models import head as head_module
 from launcher.models.build import build_model
@@ -15,9 +16,10 @@ from launcher.models.head import Head, logits_transform
 from launcher.models.initialization import random_weights
 from launcher.models.micro_batch import IGNORED, MicroBatch
 from launcher.models.record import record_of
+from launcher.objectives import kept_files
 from launcher.objectives.distillation import Distillation as Objective
-from launcher.objectives.distillation import teacher_top_k
-from launcher.objectives.teacher import first_targets
+from launcher.objectives.distillation import collate_distilled, teacher_top_k, token_losses
+from launcher.objectives.teacher import targets_of_sequences
 from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan
 from launcher.recipe import schema
@@ -181,7 +183,7 @@ def test_a_teacher_with_spare_entries_predicts_tokens_of_the_model_only():
     assert (found[:, :100].exp().sum(1) <= 1 + 1e-6).all()
 
 
-def test_targets_before_each_sequence():
+def test_targets_of_each_sequence():
     from types import SimpleNamespace
 
     # Documents of 5, 0 and 4 tokens; the first continues in the second sequence
@@ -191,12 +193,12 @@ def test_targets_before_each_sequence():
         starts=np.array([0, 3, 5]), lengths=np.array([3, 2, 4]), bounds=np.array([0, 1, 3])
     )
     dataset = SimpleNamespace(store=store, sequences=sequences)
-    assert first_targets(dataset).tolist() == [0, 2, 5]
+    assert targets_of_sequences(dataset).tolist() == [2, 3]
     # Packed: the second document is first
     sequences.starts, sequences.lengths = np.array([5, 0, 3]), np.array([4, 3, 2])
-    assert first_targets(dataset).tolist() == [0, 2, 5]
+    assert targets_of_sequences(dataset).tolist() == [2, 3]
     store.labels = None
-    assert first_targets(dataset).tolist() == [0, 3, 7]
+    assert targets_of_sequences(dataset).tolist() == [3, 4]
 
 
 def test_targets_are_counted_in_blocks(monkeypatch):
@@ -219,7 +221,7 @@ def test_targets_are_counted_in_blocks(monkeypatch):
         store=SimpleNamespace(labels=Labels(values), offsets=offsets), sequences=sequences
     )
     counts = [np.count_nonzero(values[start + 1 : start + 10] != IGNORED) for start in offsets[:-1]]
-    assert first_targets(dataset).tolist() == [0, *np.cumsum(counts)]
+    assert targets_of_sequences(dataset).tolist() == counts
 
 
 SECTION = {
@@ -249,7 +251,7 @@ def taught(folder, *, vocabulary=50, top_k=1, teacher=SECTION | {"vocab_size": 5
 def prepare_both(recipe):
     cpu = torch.device("cpu")
     plain = dataclasses.replace(recipe, distillation=None)
-    return prepare_teacher(recipe, prepare_model(plain, device=cpu), device=cpu)
+    return prepare_teacher(recipe, prepare_model(plain, device=cpu), "", device=cpu)
 
 
 def plan_both(recipe):
@@ -299,3 +301,89 @@ def test_teachers_are_checked_alike_by_training_and_plan(
     with pytest.raises(RecipeError) as error:
         prepare(recipe)
     assert str(error.value).startswith(f"distillation.teacher: {message}")
+
+
+def events(logits, spans, teacher, temperature):
+    """The divergence of each span on full logits, by its definition. teacher: for each span the
+    probability of its text, and those of other tokens by id."""
+    q = (logits / temperature).softmax(1)
+    found = []
+    for (tokens, (begin, end)), (p_span, others) in zip(spans, teacher, strict=True):
+        q_span = torch.stack([q[at, tokens[at - begin]] for at in range(begin, end)]).prod()
+        pairs = [(p_span, q_span), *((p, q[begin, id]) for id, p in others.items())]
+        pairs.append((1 - sum(p for p, _ in pairs), 1 - sum(q for _, q in pairs)))
+        found.append(sum(p * (torch.log(torch.tensor(p)) - q.log()) for p, q in pairs if p > 1e-9))
+    return torch.stack(found).sum()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_a_span_of_several_tokens_is_one_event(temperature):
+    """Beside the other tokens that the teacher finds likely, and all the rest. A target without a
+    prediction has none of it."""
+    settings = Distillation(teacher="x", top_k=2, temperature=temperature, weight=0.7)
+    batch, plain, model = micro_batch(), model_of(1), model_of(1, chunked=True)
+    targets = batch.targets.flatten()[batch.positions].tolist()
+    count = len(targets)
+    rows = np.zeros(count, dtype=kept_files.top_k_dtype(3))
+    rows["id"], rows["id"][:, 0] = -1, -2
+    bounds = [(0, 1), (1, 4), (4, 6), (8, 9), (9, 12)]
+    of_teacher = [
+        (0.4, {7: 0.2, 9: 0.1}),
+        (0.05, {7: 0.5, 9: 0.3}),
+        (0.3, {12: 0.3}),
+        (0.5, {}),
+        (0.2, {2: 0.8}),
+    ]
+    for (begin, end), (p_span, others) in zip(bounds, of_teacher, strict=True):
+        rows["id"][begin + 1 : end, 0] = -1
+        rows["id"][begin, : 1 + len(others)] = [targets[begin], *others]
+        rows["log_probability"][begin, : 1 + len(others)] = np.log([p_span, *others.values()])
+        assert not {*others} & {*targets[begin:end]}
+    made = Collated(batch, 0, 0, 0)
+    stored = collate_distilled(made, [rows[:5], rows[5:]], with_target=True).micro_batch
+    assert stored.extra["spans"].tolist()[:12] == [0, 1, 1, 1, 4, 4, -1, -1, 8, 9, 9, 9]
+    assert {*stored.extra["spans"].tolist()[12:]} == {-1}
+    ours = Objective(settings, with_target=True).loss(model, stored)
+    logits = logits_at_targets(plain, batch)
+    spans = [(targets[begin:end], (begin, end)) for begin, end in bounds]
+    entropy = cross_entropy(logits, torch.tensor(targets), reduction="sum")
+    divergence = events(logits, spans, of_teacher, temperature)
+    loss = 0.3 * entropy + 0.7 * temperature**2 * divergence
+    torch.testing.assert_close(ours, torch.stack([loss, entropy, divergence]))
+    (ours[0] / count).backward()
+    (loss / count).backward()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_spans_of_one_token_are_those_of_gold():
+    """Of TRL 1.16.0's GOLD: `ULDLoss` with spans of one token, the "bayesian" logits, beta=0, the weight 1
+    of tokens that both vocabularies have and 0 of the others, which ours counts as one."""
+    drawn = torch.Generator().manual_seed(3)
+    logits = torch.randn(6, 12, generator=drawn)[:5].requires_grad_()
+    teacher = torch.randn(6, 10, generator=drawn)[:5].log_softmax(1)
+    targets = torch.tensor([5, 6, 7, 8, 11])
+    # The first seven tokens of the teacher are tokens 5 to 11
+    ids, values = torch.arange(5, 12).expand(5, 7), teacher[:, :7]
+    first = (ids == targets[:, None]).long().argsort(dim=1, descending=True, stable=True)
+    ids, values = ids.gather(1, first), values.gather(1, first)
+    q = logits.log_softmax(1)
+    others = torch.ones(5, 12, dtype=torch.bool).scatter(1, ids, False)
+    statistics = torch.cat(
+        [
+            logits.logsumexp(1, keepdim=True),
+            logits.masked_fill(~others, -torch.inf).logsumexp(1, keepdim=True),
+            logits.gather(1, targets[:, None]),
+            logits.gather(1, ids),
+        ],
+        1,
+    )
+    spans = torch.arange(5)
+    found = token_losses(statistics, values, 1.0, ids=ids, spans=spans)[:, 1]
+    torch.testing.assert_close(found, token_losses(statistics, values, 1.0, ids=ids)[:, 1])
+    left = 1 - values.exp().sum(1)
+    of_rest = left * (left.log() - (1 - q.gather(1, ids).exp().sum(1)).log())
+    matched = (found - of_rest).mean()
+    matched.backward()
+    assert matched.item() == pytest.approx(0.754294753, rel=1e-6)
+    assert logits.grad.norm().item() == pytest.approx(0.152299806, rel=1e-5)

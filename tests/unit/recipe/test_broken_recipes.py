@@ -267,7 +267,15 @@ IN_ARGUMENTS = r"""
 | objective.loss=label_smoothing | objective.arguments/missing
 | objective={loss: label_smoothing, arguments: {amount: 1}} | objective.arguments.amount/range
 | objective={loss: label_smoothing, arguments: {amount: 0.1, power: 2}} | objective.arguments.power/unknown
-| distillation={} | distillation.teacher/missing
+| distillation={} | distillation.teacher/one-of
+| @teach & distillation.teachers={a: c/d} | distillation.teacher/one-of
+| distillation={teachers: {a: c/d}} | distillation.teachers/needs-teacher_column
+| distillation={teachers: {}} | distillation.teachers/empty
+| distillation={teachers: {a b: c/d}} | distillation.teachers.a b/form
+| distillation={teachers: {b: c/d}} & data.train={a: {files: [data.txt]}} | data.train.a/no-teacher
+| distillation={teachers: {a: nowhere}, teacher_column: by} | distillation.teachers.a/no-such-path
+| @teach & distillation.teacher_column=by | distillation.teacher_column/needs-distillation.teachers
+| @round & distillation.teacher=null & distillation.teachers={a: c/d} & distillation.teacher_column=by | distillation.teachers/needs-distillation.answers
 | distillation.teacher=nowhere | /no-such-path
 | @teach & distillation.top_k=0 | /range
 | @teach & distillation.temperature=0 | /range

@@ -99,7 +99,8 @@ def file_of(folder, config, *, teacher):
         strategy=schema.Strategy(kind="ddp"),
     )
     objective = Distillation(schema.Distillation(teacher=path)) if teacher else Preference()
-    return objective.kept_file(folder, recipe)
+    file = objective.kept_file(folder, recipe)
+    return file[""] if teacher else file
 
 
 def read(file):
