@@ -265,7 +265,7 @@ def test_packed_and_padded_rows_with_few_or_weighted_targets(prepared, kind):
     ]
     found = packed.objective.loss(packed.model, micro_batch(packed, weighted))
     wanted = sum(of[1:-1].sum() for own in weights for of in own)  # the last token has no target
-    assert float(found[2]) == pytest.approx(wanted, rel=1e-6)
+    assert found[2].item() == pytest.approx(wanted, rel=1e-6)
     assert found[4] == one[4]
     ones = [[(*document, np.ones(len(document[0]))) for document in row] for row in rows]
     same = packed.objective.loss(packed.model, micro_batch(packed, ones))
