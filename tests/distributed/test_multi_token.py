@@ -157,11 +157,33 @@ def test_resumed_bit_for_bit(whole):
     assert torch.equal(values(run), values(whole / "whole"))
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_trunk_without_gradients_of_the_layers_trains_as_without_them(whole, ranks):
-    words = ["strategy.kind=fsdp", f"batch.micro_batch_size={8 // ranks}"]
+@pytest.mark.long
+@pytest.mark.parametrize("first", ["whole rows", "parts of rows"])
+def test_resumed_with_other_parts_of_rows(whole, first):
+    sizes = {"whole rows": (1, []), "parts of rows": (2, [*RING, "batch.micro_batch_size=4"])}
+    name = first.replace(" ", "_")
+    ranks, words = sizes.pop(first)
+    trained(whole, name, "run.max_steps=3", *words, ranks=ranks)
+    ranks, words = next(iter(sizes.values()))
+    run = trained(whole, name, "run.max_steps=6", *words, ranks=ranks)
+    torch.testing.assert_close(values(run), values(whole / "whole"), rtol=2e-6, atol=0)
+    torch.testing.assert_close(evaluations(run), evaluations(whole / "whole"), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (1, ["batch.micro_batch_size=8"]),
+        pytest.param(2, ["batch.micro_batch_size=4"], marks=pytest.mark.long),
+        pytest.param(2, CONTEXT, marks=pytest.mark.long),
+    ],
+    ids=["1", "2", "context"],
+)
+def test_a_trunk_without_gradients_of_the_layers_trains_as_without_them(whole, ranks, words):
+    words = ["strategy.kind=fsdp", *words]
+    label = f"{ranks}_{len(words)}"
     runs = {
-        name: trained(whole, f"{name}_{ranks}", setting, *words, ranks=ranks)
+        name: trained(whole, f"{name}_{label}", setting, *words, ranks=ranks)
         for name, setting in {
             "detached": "model.mtp.detach=true",
             "without": "model.mtp=null",
@@ -177,7 +199,7 @@ def test_a_trunk_without_gradients_of_the_layers_trains_as_without_them(whole, r
     for name, tensor in found["without"].items():
         assert torch.equal(found["detached"][name], tensor), name
         assert torch.equal(found["frozen"][name], tensor), name
-    first = trained(whole, f"first_{ranks}", *words, "optimizer.learning_rate=1.0e-30", ranks=ranks)
+    first = trained(whole, f"first_{label}", *words, "optimizer.learning_rate=1.0e-30", ranks=ranks)
     start = weights(first)
     for name, tensor in start.items():
         bias = "e_score_correction_bias" in name
