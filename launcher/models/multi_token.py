@@ -14,7 +14,8 @@ transformers 5.23; and the next depth reads norm(h'_i), as in the last two. (vLL
 definition does not, and nor does this.
 
 The layers are in the list `mtp` of the model. Their blocks are of the model's own class, and get the
-arguments that a block of the trunk has got: position embeddings, masks, bounds of documents.
+arguments that a block of the trunk has got: position embeddings, masks, bounds of documents. The
+later tokens come with the micro-batch (`MicroBatch.later`): another rank may have them in its part of a row.
 `libraries/families.py` has the names of their tensors.
 """
 
