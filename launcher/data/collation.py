@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -161,7 +161,9 @@ class RowInputs:
         )
         return alone.collate(samples)
 
-    def collate(self, rows: list[Sample], *, several_documents: bool = False) -> Collated:
+    def collate(
+        self, rows: list[Sample], *, several_documents: bool = False, depths: int = 0
+    ) -> Collated:
         """See `collate_sequences`; with the attachments of the rows. several_documents: a row holds
         several documents even if it is padded to the longest one."""
         length, packed = self.length, self.packed
@@ -175,6 +177,7 @@ class RowInputs:
             recurrent=self.recurrent,
             division=self.division,
             width_multiple=self.width_multiple,
+            depths=depths,
         )
         if not self.attachments.modalities:
             return made
@@ -191,6 +194,7 @@ def collate_sequences(
     recurrent: bool = False,
     division: RowDivision = WHOLE_ROWS,
     width_multiple: int = 1,
+    depths: int = 0,
 ) -> Collated:
     """A micro-batch: tensors (rows, tokens), padded on the right to the longest row as in
     `padded_width` (packed: to `length`). Attention is causal, so padding needs no mask.
@@ -209,6 +213,9 @@ def collate_sequences(
 
     `text_mask` (rows, tokens), bool, is false in padding, if there is any. It is for the router's
     loss.
+
+    `later` are the tokens and targets of so many `depths`. They are found here, in the whole rows: those
+    of a rank's last tokens may belong to another rank.
 
     With context parallelism, the tensors hold this rank's part of the tokens. Positions are those
     of the whole row, and so are the bounds of documents. With a ring there are `divided_rows`, the
@@ -230,16 +237,11 @@ def collate_sequences(
     of_layers = recurrent or not packed
     divided = division.place(documents, rows=len(rows), width=width, recurrent=of_layers)
     own = functools.partial(division.take, divided=divided)
-    arguments: dict[str, Any] = {
-        "input_ids": own(padded([row["input_ids"] for row in rows], width, 0))
-    }
+    made = _with_targets(rows, width, own)
+    arguments: dict[str, Any] = {**made.inputs}
     if divided is not None:
         arguments["divided_rows"] = divided
-    targets = own(padded([row["targets"] for row in rows], width, IGNORED))
-    weights = text_mask = positions = None
-    if any("weights" in row for row in rows):
-        of_rows = [row.get("weights", np.ones(len(row["targets"]))) for row in rows]
-        weights = own(padded(of_rows, width, 1.0).float())
+    text_mask = None
     lengths = [len(row["input_ids"]) for row in rows]
     if min(lengths) < width:
         text_mask = own(padded([np.ones(count, bool) for count in lengths], width, False))
@@ -253,14 +255,38 @@ def collate_sequences(
             arguments["max_length_q"] = arguments["max_length_k"] = _rounded_length(bounds, width)
     elif division.size > 1:
         arguments["position_ids"] = own(torch.arange(width).expand(len(rows), -1))
-    with_target = (targets.flatten() != IGNORED).nonzero()[:, 0]
-    if len(with_target) < _MOST_TARGETS * targets.numel():
-        positions = with_target
-    made = MicroBatch(arguments, targets, positions, weights, text_mask)
+    of_depths = ([_later(row, depth) for row in rows] for depth in range(1, depths + 1))
+    later = tuple(_with_targets(moved, width, own) for moved in of_depths)
+    made = replace(made, inputs=arguments, text_mask=text_mask, later=later)
     if division.size == 1:
         return collated(made, rows)
     tokens = division.tokens(divided, rows=len(rows), width=width)
     return collated(made, rows, (tokens < np.array(lengths)[:, None]).sum(1).tolist())
+
+
+def _with_targets(
+    rows: list[Sample], width: int, own: Callable[[torch.Tensor], torch.Tensor]
+) -> MicroBatch:
+    """This rank's `own` part of the ids, targets and weights of rows, padded to `width` tokens."""
+    ids = own(padded([row["input_ids"] for row in rows], width, 0))
+    targets = own(padded([row["targets"] for row in rows], width, IGNORED))
+    weights = positions = None
+    if any("weights" in row for row in rows):
+        of_rows = [row.get("weights", np.ones(len(row["targets"]))) for row in rows]
+        weights = own(padded(of_rows, width, 1.0).float())
+    with_target = (targets.flatten() != IGNORED).nonzero()[:, 0]
+    if len(with_target) < _MOST_TARGETS * targets.numel():
+        positions = with_target
+    return MicroBatch({"input_ids": ids}, targets, positions, weights)
+
+
+def _later(row: Sample, places: int) -> Sample:
+    """What a row has so many places later, and no target where the document ends before."""
+    positions, count = row["position_ids"], len(row["input_ids"])
+    at = np.minimum(np.arange(count) + places, count - 1)
+    inside = positions[at] == positions + places  # they start again at 0 in each document
+    moved = {name: row[name][at] for name in ("input_ids", "weights") if name in row}
+    return moved | {"targets": np.where(inside, row["targets"][at], IGNORED)}
 
 
 def with_positions(made: Collated) -> Collated:

@@ -41,6 +41,9 @@ class MicroBatch:
     sources: torch.Tensor | None = None
     """The number of the source of each loss, or of each row, of a mixture."""
     source_count: int = 0
+    later: tuple[MicroBatch, ...] = ()
+    """For each depth of multi-token prediction: the `input_ids` so many places later in the documents,
+    and the targets there with their positions and weights."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What the objective has put in beside these."""
 
@@ -48,7 +51,8 @@ class MicroBatch:
         """The same with `function` of each field that has tensors: of `to_device`, for example."""
         own = vars(self)
         changed = {name: function(own[name]) for name in own if _may_have_tensors(own[name])}
-        return MicroBatch(**{**own, **changed})
+        later = tuple(each.mapped(function) for each in self.later)
+        return MicroBatch(**{**own, **changed, "later": later})
 
     def pin_memory(self) -> MicroBatch:
         """In page-locked memory. torch's DataLoader calls it."""

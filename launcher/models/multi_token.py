@@ -14,7 +14,8 @@ transformers 5.23; and the next depth reads norm(h'_i), as in the last two. (vLL
 definition does not, and nor does this.
 
 The layers are in the list `mtp` of the model. Their blocks are of the model's own class, and get the
-arguments that a block of the trunk has got: position embeddings, masks, bounds of documents.
+arguments that a block of the trunk has got: position embeddings, masks, bounds of documents. The
+later tokens come with the micro-batch (`MicroBatch.later`): another rank may have them in its part of a row.
 `libraries/families.py` has the names of their tensors.
 """
 
@@ -75,7 +76,10 @@ class PredictionLayer(nn.Module):
 class _Call:
     """What a forward pass of the trunk leaves for the layers."""
 
-    embedding: torch.Tensor | None = None
+    later: list[torch.Tensor]
+    """For each depth the ids of the later tokens."""
+    embeddings: list[torch.Tensor] = field(default_factory=list)
+    """Those of the ids."""
     arguments: dict[str, Any] = field(default_factory=dict)
 
 
@@ -122,7 +126,7 @@ class MultiToken:
             answer, outputs = head.ask(model, micro_batch.inputs, question)
             unknown = answer.new_full((count,), float("nan"), dtype=torch.float32)
             return answer, outputs, unknown.index_fill(0, unknown.new_zeros(1).long(), 0.0)
-        call = _Call()
+        call = _Call([each.inputs["input_ids"] for each in micro_batch.later])
 
         def both(head: Head, hidden: torch.Tensor) -> torch.Tensor:
             answer = question(head, hidden)
@@ -146,35 +150,27 @@ class MultiToken:
 
         hidden: (tokens, features), which the head reads. Only targets within the document count.
         """
-        targets, embedding = micro_batch.targets, call.embedding
-        assert targets is not None
-        assert embedding is not None
-        state, evaluates = hidden.view(*targets.shape, -1), not torch.is_grad_enabled()
+        assert micro_batch.targets is not None
+        state, evaluates = hidden.view(*micro_batch.targets.shape, -1), not torch.is_grad_enabled()
         if self.settings.detach:
-            state, embedding = state.detach(), embedding.detach()
+            state = state.detach()
             if not evaluates:
                 # Otherwise FSDP would keep the layer's weights and gradients until the end of the
                 # backward pass: it reduces gradients where it has computed that of an input
                 state.requires_grad_()
-        positions, flat = micro_batch.inputs.get("position_ids"), micro_batch.positions
         total, sums = hidden.new_zeros((), dtype=torch.float32), list[torch.Tensor]()
-        for depth, layer in enumerate(getattr(model, LIST), start=1):
-            state = layer(state, shifted(embedding, depth), **call.arguments)
-            later = shifted(targets, depth, IGNORED)
-            if positions is not None:  # they start again at 0 in each document
-                inside = shifted(positions, depth, -1) == positions + depth
-                later = later.masked_fill(~inside, IGNORED)
-            wanted, states = later.flatten(), state.flatten(0, 1)
-            weights = None
-            if micro_batch.weights is not None:
-                weights = shifted(micro_batch.weights, depth, 0.0).flatten()
-            if flat is not None:
-                # Those whose targets are at these positions: no search on the device
-                at, before = (flat - depth).clamp(min=0), flat < depth
-                states, wanted = states[at], wanted[at].masked_fill(before, IGNORED)
-                weights = None if weights is None else weights[at]
+        of_depths = zip(getattr(model, LIST), micro_batch.later, call.embeddings, strict=True)
+        for layer, later, embedding in of_depths:
+            read = embedding.detach() if self.settings.detach else embedding
+            state = layer(state, read, **call.arguments)
+            assert later.targets is not None
+            states, wanted = state.flatten(0, 1), later.at_positions(later.targets)
+            if later.positions is not None:
+                states = states.index_select(0, later.positions)
             counted = (wanted != IGNORED).float()
-            weights = counted if weights is None else weights * counted
+            weights = counted
+            if later.weights is not None:
+                weights = later.at_positions(later.weights) * counted
             with _frozen(head.layer, frozen=self.settings.detach):
                 each = head.cross_entropies(states, wanted)[:, 0]
             loss = (each * weights).sum()
@@ -185,15 +181,6 @@ class MultiToken:
             sums += [loss.detach(), weights.sum(), right, counted.sum()]
         total = total * (self.settings.weight / self.depths)
         return torch.stack([total, *sums])
-
-
-def shifted(of_tokens: torch.Tensor, places: int, fill: float | None = None) -> torch.Tensor:
-    """(rows, tokens, ...): what comes `places` tokens later in the row, and `fill` at its end; None: any
-    value."""
-    moved = of_tokens.roll(-places, 1)
-    if fill is not None:
-        moved[:, -places:] = fill
-    return moved
 
 
 @contextmanager
@@ -245,7 +232,7 @@ def add_layers(model: PreTrainedModel, settings: schema.MultiToken) -> None:
     made = MultiToken(settings, depths, names, shared)
     record_of(model).multi_token = made
     record_of(model).conversions[:0] = made.conversions()
-    ends["input"].register_forward_hook(_keep_embedding)
+    ends["input"].register_forward_hook(_embed_later)
     for block in sources:  # the last one counts; a trace has fewer of them
         block.register_forward_pre_hook(_keep_arguments, with_kwargs=True)
 
@@ -330,9 +317,10 @@ def _one_more_layer(text: Any, index: int) -> Iterator[None]:
 # Hooks without a state of their own: a copy of the model has them, too
 
 
-def _keep_embedding(module: nn.Module, arguments: object, output: torch.Tensor) -> None:
+def _embed_later(module: nn.Module, arguments: object, output: object) -> None:
+    """Looks the later tokens up, too. FSDP has gathered the weight now, and not when the layers run."""
     if (call := _running.get()) is not None:
-        call.embedding = output
+        call.embeddings = [module.forward(ids) for ids in call.later]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -77,7 +77,7 @@ class NextToken(Objective):
 
     def collate(self, rows: list[Sample], inputs: RowInputs) -> Collated:
         """See `collate_sequences`. For a loss of the user's, `positions` are all targets."""
-        made = inputs.collate(rows)
+        made = inputs.collate(rows, depths=self.depths)
         return made if self.target_loss is None else with_positions(made)
 
     def loss(self, model: nn.Module, micro_batch: MicroBatch) -> torch.Tensor:

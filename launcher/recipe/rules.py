@@ -130,7 +130,7 @@ NEEDS: tuple[Needs, ...] = (
     Needs("model.mtp", "model.task", "causal_lm"),
     Needs("model.mtp", "data.kind", _OF_TOKENS),
     Needs("model.mtp", "model.chunked_loss", True),
-    *(Needs("model.mtp", size, "1") for size in (_CONTEXT, _EXPERT, _TENSOR, _PIPELINE)),
+    *(Needs("model.mtp", size, "1") for size in (_EXPERT, _TENSOR, _PIPELINE)),
     Needs("model.mtp.only", "model.mtp.train", True),
     Needs("model.mtp.only", "lora model.freeze model.router_bias_update_rate", False),
     Needs("model.num_labels", "model.task", "sequence_classification"),

@@ -83,7 +83,10 @@ def wrap(
         if any(p.requires_grad for block in tower.values() for p in block.parameters()):
             mode = "full" if checkpointing.budget is not None else checkpointing.mode
             tower = checkpoint_blocks(
-                model, tower, replace(checkpointing, mode=mode, budget=None, offload_to_cpu=False)
+                model,
+                tower,
+                replace(checkpointing, mode=mode, budget=None, offload_to_cpu=False),
+                recomputation=parts.recomputation,
             )
     if compile:
         prepare_compile(ranks.device)

@@ -52,6 +52,7 @@ CASES = {
     "qwen3_vl fsdp none": [FSDP, "images.train=none"],
     "qwen3_vl_moe fsdp": [FSDP],
     "qwen3_5 fsdp": [FSDP],
+    "qwen3_5 fsdp checkpointing": [FSDP, FULL],
     "gemma4 fsdp": [FSDP],
     "idefics3 fsdp": [FSDP],
     "llava fsdp selective": [FSDP, "activation_checkpointing={mode: selective}"],

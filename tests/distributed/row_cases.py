@@ -41,18 +41,29 @@ MODELS = {
     | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": _LLAMA | _EXPERTS | {"model_type": "qwen3_moe", "head_dim": 8},
     "deepseek_v3": _LLAMA | _LATENT | {"model_type": "deepseek_v3", "first_k_dense_replace": 1},
+    "deepseek_v3, 2 depths": _LLAMA
+    | _LATENT
+    | {"model_type": "deepseek_v3", "first_k_dense_replace": 1, "num_nextn_predict_layers": 2},
+    "glm4_moe": _LLAMA
+    | {"model_type": "glm4_moe", "head_dim": 8, "first_k_dense_replace": 1, "n_routed_experts": 4}
+    | {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
+    | {"num_nextn_predict_layers": 1},
     **{name: _family(name) for name in FAMILIES},
     "qwen3_5_text, one key head": _family("qwen3_5_text", linear_num_key_heads=1),
 }
 """The configs of models. Their windows end within a piece of a document, and span several."""
 ROWS = {"mixed": (2, 7, 20, 45, 60), "many": (3, 5, 9, 14, 30), "one": (64,), "short": (41, 64, 30)}
-"""Tokens of the documents, in turn; rows have 64."""
+ROWS["weighted"] = ROWS["mixed"]
+"""Tokens of the documents, in turn; rows have 64. Those of `weighted` have weights."""
 EP, TP = "strategy.expert_parallel_size=2", "strategy.tensor_parallel_size=2"
 PP = "strategy.pipeline_parallel_size=2"
 FULL = "activation_checkpointing={mode: full}"
 SELECTIVE = "activation_checkpointing={mode: selective}"
 BUDGET = "activation_checkpointing={mode: selective, budget: 0.6}"
 UNPACKED = "data.packing=false"
+WEIGHTS = "data.weights_column=weights"
+MTP = "model={mtp: {weight: 0.5, detach: false}, chunked_loss: true}"
+LORA = "lora={rank: 2}"
 TWO_ROWS = "batch.micro_batch_size=2"
 
 
@@ -128,6 +139,24 @@ LAUNCHES = {
         case("nemotron_h", "mixed", 2, 2, FULL),
         case("nemotron_h", "short", 4, 1, UNPACKED),
         case("zamba2", "mixed", 2, 2),
+    ],
+    "multi-token": [
+        case("deepseek_v3, 2 depths", "mixed", 2, 2, MTP),
+        case("deepseek_v3, 2 depths", "many", 1, 4, MTP, FULL),
+        case("deepseek_v3, 2 depths", "short", 2, 1, MTP, UNPACKED),
+        case("deepseek_v3, 2 depths", "weighted", 4, 1, MTP, WEIGHTS),
+        case("deepseek_v3, 2 depths", "weighted", 1, 2, MTP, WEIGHTS, "model.mtp.detach=true"),
+        case("glm4_moe", "mixed", 4, 1, MTP),
+        case("glm4_moe", "one", 2, 2, MTP),
+        case("glm4_moe", "short", 1, 4, MTP, UNPACKED, SELECTIVE),
+        case("glm4_moe", "mixed", 2, 1, MTP, "strategy.replicate=2"),
+        case("glm4_moe", "mixed", 1, 2, MTP, "strategy.kind=ddp", "data.workers=1"),
+        case("glm4_moe", "many", 2, 2, MTP, LORA),
+        case("glm4_moe", "many", 2, 2, MTP, "model.mtp.only=true"),
+        case("qwen3_next", "mixed", 2, 1, MTP, TWO_ROWS),
+        case("qwen3_next", "many", 1, 4, MTP, FULL),
+        case("qwen3_next", "short", 2, 2, MTP, UNPACKED),
+        case("qwen3_5_text", "mixed", 2, 2, MTP, BUDGET),
     ],
 }
 """What one launch compares with one rank."""

@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 4 row_worker.py FOLDER LAUNCH
 
 LAUNCH is a key of row_cases.LAUNCHES. Writes to results.json, for each case: the largest relative
-differences of losses and of norms of gradients; and the largest difference of a parameter's gradient in
-the first step, relative to all gradients and to its own.
+differences of losses, with the sums of layers of multi-token prediction, and of norms of gradients; and
+the largest difference of a parameter's gradient in the first step, relative to all gradients and to its
+own.
 """
 
 import random
@@ -35,7 +36,7 @@ strategy: {{mixed_precision: null, kind: fsdp}}
 optimizer: {{learning_rate: 2.0e-3}}
 schedule: {{warmup_steps: {STEPS}}}
 """
-OF_REFERENCE = ("data.packing", "model.")
+OF_REFERENCE = ("data.packing", "data.weights_column", "model", "lora")
 
 
 def documents(lengths):
@@ -53,7 +54,10 @@ class Worker:
         self.groups = {size: dist.new_group(list(range(size))) for size in sizes}
         if self.rank == 0:
             for name, lengths in ROWS.items():
-                write_lines(folder / f"{name}.jsonl", documents(lengths))
+                rows, weights = documents(lengths), random.Random(4)
+                for row in rows if name == "weighted" else ():
+                    row["weights"] = [weights.random() for _ in row["input_ids"]]
+                write_lines(folder / f"{name}.jsonl", rows)
         self.references, self.results = {}, {}
         dist.barrier()
 
@@ -80,9 +84,11 @@ class Worker:
         training.optimizer.register_step_pre_hook(keep)
         losses, norms = [], []
         for step in training.all_steps:
-            loss = step.loss.clone()
+            loss = step.loss.clone().view(1)
+            if step.metrics is not None:
+                loss = torch.cat([loss, step.metrics[~step.metrics.isnan()]])
             dist.all_reduce(loss, group=group)
-            losses.append(loss.item())
+            losses += loss.tolist()
             norms.append(step.grad_norm.item())
         return losses, norms, gradients
 
@@ -110,7 +116,7 @@ class Worker:
             worst.append(max(off.values()) / whole)
             worst.append(
                 max(
-                    each / float(b.norm())
+                    each and each / float(b.norm())  # an adapter's first factor has none at first
                     for each, (_, b) in zip(off.values(), both.values(), strict=True)
                 )
             )

@@ -1,6 +1,7 @@
 """Runs that train layers of multi-token prediction: on other divisions, resumed, exported, and learning."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -29,6 +30,8 @@ evaluation: {every_steps: 3}
 checkpoint: {every_steps: 3, export: at_end}
 """
 OFFLOAD = ["strategy.kind=fsdp", "strategy.cpu_offload={pin_memory: true}"]
+CONTEXT = ["strategy.kind=fsdp", "strategy.context_parallel_size=2"]
+RING = [*CONTEXT, "strategy.context_parallel_ring=2"]
 DIVISIONS = {
     "ddp": (2, ["batch.micro_batch_size=2"]),
     "sharded optimizer": (2, ["batch.micro_batch_size=4", "strategy.shard_optimizer=true"]),
@@ -47,8 +50,26 @@ DIVISIONS = {
         [*OFFLOAD, "activation_checkpointing={mode: selective}", "batch.micro_batch_size=2"],
     ),
     "padded": (2, ["strategy.kind=fsdp", "data.packing=false", "batch.micro_batch_size=1"]),
+    "context": (2, [*CONTEXT, "batch.micro_batch_size=2"]),
+    "context, ddp": (2, [*CONTEXT, "strategy.kind=ddp", "batch.micro_batch_size=4"]),
+    "context, two shards": (4, [*CONTEXT, "batch.micro_batch_size=2"]),
+    "context, padded": (2, [*CONTEXT, "data.packing=false", "batch.micro_batch_size=2"]),
+    "ring": (2, [*RING, "activation_checkpointing.mode=full", "batch.micro_batch_size=4"]),
+    "ring, two copies": (
+        4,
+        [*RING, "strategy.replicate=2", "data.workers=1", "batch.micro_batch_size=2"],
+    ),
+    "ring of four": (
+        4,
+        [*RING, "strategy.context_parallel_size=4", "strategy.context_parallel_ring=4"],
+    ),
+    "ring of groups": (
+        4,
+        [*RING, "strategy.context_parallel_size=4", "activation_checkpointing.mode=selective"],
+    ),
+    "ring, padded": (2, [*RING, "data.packing=false", "batch.micro_batch_size=2"]),
 }
-QUICK = ("ddp", "checkpointed", "offload")
+QUICK = ("ddp", "checkpointed", "offload", "context", "ring")
 
 
 def write(file, count, *, seed, longest=40, step=None):
@@ -118,8 +139,8 @@ def whole(tmp_path_factory):
 )
 def test_losses_do_not_depend_on_ranks_and_micro_batches(whole, name):
     ranks, words = DIVISIONS[name]
-    expected = whole / ("whole padded" if name == "padded" else "whole")
-    run = trained(whole, name.replace(" ", "_"), *words, ranks=ranks)
+    expected = whole / ("whole padded" if name.endswith("padded") else "whole")
+    run = trained(whole, re.sub(r"\W+", "_", name), *words, ranks=ranks)
     torch.testing.assert_close(values(run), values(expected), rtol=2e-6, atol=0)
     torch.testing.assert_close(evaluations(run), evaluations(expected), rtol=2e-6, atol=0)
     for key, tensor in weights(expected).items():
@@ -136,11 +157,33 @@ def test_resumed_bit_for_bit(whole):
     assert torch.equal(values(run), values(whole / "whole"))
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_trunk_without_gradients_of_the_layers_trains_as_without_them(whole, ranks):
-    words = ["strategy.kind=fsdp", f"batch.micro_batch_size={8 // ranks}"]
+@pytest.mark.long
+@pytest.mark.parametrize("first", ["whole rows", "parts of rows"])
+def test_resumed_with_other_parts_of_rows(whole, first):
+    sizes = {"whole rows": (1, []), "parts of rows": (2, [*RING, "batch.micro_batch_size=4"])}
+    name = first.replace(" ", "_")
+    ranks, words = sizes.pop(first)
+    trained(whole, name, "run.max_steps=3", *words, ranks=ranks)
+    ranks, words = next(iter(sizes.values()))
+    run = trained(whole, name, "run.max_steps=6", *words, ranks=ranks)
+    torch.testing.assert_close(values(run), values(whole / "whole"), rtol=2e-6, atol=0)
+    torch.testing.assert_close(evaluations(run), evaluations(whole / "whole"), rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (1, ["batch.micro_batch_size=8"]),
+        pytest.param(2, ["batch.micro_batch_size=4"], marks=pytest.mark.long),
+        pytest.param(2, CONTEXT, marks=pytest.mark.long),
+    ],
+    ids=["1", "2", "context"],
+)
+def test_a_trunk_without_gradients_of_the_layers_trains_as_without_them(whole, ranks, words):
+    words = ["strategy.kind=fsdp", *words]
+    label = f"{ranks}_{len(words)}"
     runs = {
-        name: trained(whole, f"{name}_{ranks}", setting, *words, ranks=ranks)
+        name: trained(whole, f"{name}_{label}", setting, *words, ranks=ranks)
         for name, setting in {
             "detached": "model.mtp.detach=true",
             "without": "model.mtp=null",
@@ -156,7 +199,7 @@ def test_a_trunk_without_gradients_of_the_layers_trains_as_without_them(whole, r
     for name, tensor in found["without"].items():
         assert torch.equal(found["detached"][name], tensor), name
         assert torch.equal(found["frozen"][name], tensor), name
-    first = trained(whole, f"first_{ranks}", *words, "optimizer.learning_rate=1.0e-30", ranks=ranks)
+    first = trained(whole, f"first_{label}", *words, "optimizer.learning_rate=1.0e-30", ranks=ranks)
     start = weights(first)
     for name, tensor in start.items():
         bias = "e_score_correction_bias" in name

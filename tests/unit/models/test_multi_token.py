@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -124,6 +125,7 @@ def micro_batch(found, rows):
         packed=found.packed,
         masking=record.masking,
         recurrent=record.recurrent,
+        depths=record.multi_token.depths if record.multi_token else 0,
     ).micro_batch
 
 
@@ -246,23 +248,27 @@ def test_packed_and_padded_rows_with_few_or_weighted_targets(prepared, kind):
     two = padded.objective.loss(padded.model, micro_batch(padded, alone))
     torch.testing.assert_close(one, two, rtol=1e-6, atol=1e-6, equal_nan=True)
     batch = micro_batch(packed, rows)
-    all_places = torch.arange(batch.targets.numel())
-    for places in (all_places, batch.counted.flatten().nonzero()[:, 0]):
-        again = dataclasses.replace(batch, positions=places)
+    for places_of in (
+        lambda part: torch.arange(part.targets.numel()),
+        lambda part: part.counted.flatten().nonzero()[:, 0],
+        lambda part: None,
+    ):
+        later = [dataclasses.replace(part, positions=places_of(part)) for part in batch.later]
+        again = dataclasses.replace(batch, positions=places_of(batch), later=tuple(later))
         few = packed.objective.loss(packed.model, again)
         torch.testing.assert_close(few, one, rtol=1e-6, atol=1e-6, equal_nan=True)
-    weights = torch.rand(batch.targets.shape, generator=torch.Generator().manual_seed(2))
-    weighted = dataclasses.replace(batch, weights=weights)
-    found = packed.objective.loss(packed.model, weighted)
-    later = batch.targets.roll(-1, 1)
-    positions = batch.inputs["position_ids"]
-    later[positions.roll(-1, 1) != positions + 1] = IGNORED
-    later[:, -1] = IGNORED
-    wanted = weights.roll(-1, 1)[later != IGNORED].sum()
-    torch.testing.assert_close(found[2], wanted, rtol=1e-6, atol=0)
+    generator = np.random.default_rng(2)
+    weights = [[generator.random(len(ids)) for ids, _ in row] for row in rows]
+    weighted = [
+        [(*document, of) for document, of in zip(row, own, strict=True)]
+        for row, own in zip(rows, weights, strict=True)
+    ]
+    found = packed.objective.loss(packed.model, micro_batch(packed, weighted))
+    wanted = sum(of[1:-1].sum() for own in weights for of in own)  # the last token has no target
+    assert found[2].item() == pytest.approx(wanted, rel=1e-6)
     assert found[4] == one[4]
-    ones = dataclasses.replace(batch, weights=torch.ones_like(weights))
-    same = packed.objective.loss(packed.model, ones)
+    ones = [[(*document, np.ones(len(document[0]))) for document in row] for row in rows]
+    same = packed.objective.loss(packed.model, micro_batch(packed, ones))
     torch.testing.assert_close(same, one, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 

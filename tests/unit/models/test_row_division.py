@@ -129,7 +129,8 @@ def test_one_document_is_an_early_and_a_late_part():
 @pytest.mark.parametrize(("heads", "ring"), [(4, 1), (2, 2), (1, 4), (3, 2)])
 @pytest.mark.parametrize("packed", [True, False])
 def test_parts_of_rows_join_to_the_rows(heads, ring, packed):
-    """Each token with its target, its weight and its position is in one part."""
+    """Each token with its target, its weight and its position is in one part, and what comes later in its
+    document is beside it."""
 
     def piece(tokens):
         weights = np.arange(tokens) / 8
@@ -137,6 +138,7 @@ def test_parts_of_rows_join_to_the_rows(heads, ring, packed):
 
     rows = [make_sample([piece(17), piece(5)][: 1 + packed]), make_sample([piece(3)])]
     options = {"length": 24, "packed": packed, "masking": "varlen", "recurrent": True}
+    options["depths"] = 4
     size = heads * ring
     parts = [
         collate_sequences(rows, **options, division=RowDivision(size, ring, rank))
@@ -158,6 +160,24 @@ def test_parts_of_rows_join_to_the_rows(heads, ring, packed):
             found, inside = contents(part.micro_batch)[name], place < wanted.shape[1]
             for row in range(2):
                 assert torch.equal(found[row][inside[row]], wanted[row, place[row][inside[row]]])
+    tokens = np.zeros((2, width), dtype=int)
+    tokens[0, :17], tokens[1, :3] = np.arange(17) + 1, np.arange(3) + 1
+    if packed:
+        tokens[0, 17:22] = np.arange(5) + 1
+    lengths = np.where(np.arange(width) < 17, 17, 5) * np.ones((2, 1), dtype=int)
+    lengths[1] = 3
+    for place, part in zip(places, parts, strict=True):
+        own, of = (np.take_along_axis(each, place, 1) for each in (tokens, lengths))
+        for depth, later in enumerate(part.micro_batch.later, start=1):
+            inside = (own > 0) & (own + depth <= of)
+            ids = later.inputs["input_ids"].numpy()
+            assert np.array_equal(ids[inside], (own + depth)[inside])
+            wanted = np.where(inside & (own + depth < of), own + depth, IGNORED)
+            assert np.array_equal(later.targets.numpy(), wanted)
+            counted = wanted != IGNORED
+            assert np.array_equal(later.weights.numpy()[counted], (own + depth - 1)[counted] / 8)
+            assert later.positions.tolist() == counted.ravel().nonzero()[0].tolist()
+        assert depth == 4
     assert sum(part.tokens for part in parts) == whole.tokens
     assert sum(part.loss_tokens for part in parts) == whole.loss_tokens
     assert sum(part.loss_weight for part in parts) == whole.loss_weight

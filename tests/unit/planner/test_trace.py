@@ -558,7 +558,11 @@ def predicting(layers, mtp, **strategy):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", [{}, {"kind": "ddp"}], ids=["fsdp", "ddp"])
+@pytest.mark.parametrize(
+    "strategy",
+    [{}, {"kind": "ddp"}, {"context_parallel_size": 2}],
+    ids=["fsdp", "ddp", "context"],
+)
 @pytest.mark.parametrize("detach", [True, False])
 def test_layers_of_multi_token_prediction_are_counted(strategy, detach):
     """Extrapolated from eight blocks to twelve, too, whose last one has the attention of the layers."""

@@ -324,7 +324,6 @@ IN_ARGUMENTS = r"""
 | model.mtp.only=true & lora={rank: 4} & checkpoint={export: at_end, export_merged: true} | model.mtp.only/not-with-lora
 | model.mtp={} & lora={rank: 4} & checkpoint.export=at_end | checkpoint.export_merged/needed-with-model.mtp
 | model.mtp={} & lora={rank: 4, quantize: nf4} | model.mtp/not-with-lora.quantize
-| model.mtp={} & strategy.context_parallel_size=2 | model.mtp/needs-strategy.context_parallel_size
 | model.mtp={} & strategy.tensor_parallel_size=2 | model.mtp/needs-strategy.tensor_parallel_size
 | model.mtp={} & strategy.expert_parallel_size=2 | model.mtp/needs-strategy.expert_parallel_size
 | model.mtp={} & strategy.pipeline_parallel_size=2 | model.mtp/needs-strategy.pipeline_parallel_size
