@@ -22,10 +22,10 @@ from rich.style import Style
 from rich.text import Text
 
 from launcher.cli.tables import make_table, plain
-from launcher.data.batching import make_batch_sampler, mixture_weights
+from launcher.data.batching import NO_SAMPLE, Blend, make_batch_sampler
 from launcher.data.dataset import MixtureDataset, SequenceDataset
 from launcher.data.loader import expected_padding
-from launcher.data.opening import make_order, open_dataset
+from launcher.data.opening import blend_of_sequences, make_order, open_dataset
 from launcher.data.problems import causes
 from launcher.data.streaming import StreamingDataset
 from launcher.data.tokenizer import hugging_face_tokenizer, tokenizer_name
@@ -101,10 +101,10 @@ def print_page(
     opened = {part: _open(recipe, files) for part, files in sets.items()}
     validates = any(files.validation or files.held_out for files in sets.values())
     shuffle, several = data.shuffle and not validates, len(opened) > 1
-    weights = (1.0,) * len(opened) if several else None  # of validation sets: in turn
+    blend = Blend((1.0,) * len(opened)) if several else None  # of validation sets: in turn
     mixed = name == "train" and isinstance(data.train, dict)
-    if name == "train" and isinstance(data.train, dict):
-        weights = mixture_weights(data.train.values())
+    if mixed:
+        blend = blend_of_sequences(opened, data)
     page = Page(as_html=html is not None)
     streamed = f"the first {_STREAMED:,} rows" if data.streaming else "in the order of the run"
     page.title(
@@ -115,11 +115,13 @@ def print_page(
     )
     name_of_tokenizer = tokenizer_name(data, recipe.model)
     decoder = load_decoder(data.tokenizer and name_of_tokenizer, name_of_tokenizer)
-    shown = itertools.islice(_order(opened, weights, seed, shuffle=shuffle), samples)
+    size = recipe.batch.global_batch_size
+    order = _order(opened, blend, seed, shuffle=shuffle, step_samples=size)
+    shown = itertools.islice(order, samples)
     for number, (part, index) in enumerate(shown, start=1):
         heading = [f"sample {number}", part] if several else [f"sample {number}"]
         page.sample(heading, index, opened[part], decoder, data.labels, most=tokens)
-    shares = MixtureDataset(opened, weights).shares
+    shares = MixtureDataset(opened, blend).shares
     page.totals(
         {
             part: {f"share of the {data.batch_unit}": f"{share:.1%}" if mixed else ""}
@@ -173,15 +175,17 @@ def _open(recipe: Recipe, files: DataFiles) -> SequenceDataset:
 
 def _order(
     opened: dict[str, SequenceDataset],
-    weights: tuple[float, ...] | None,
+    blend: Blend | None,
     seed: int,
     *,
     shuffle: bool,
+    step_samples: int,
 ) -> Iterator[tuple[str, int]]:
     """Set and index of each sample in the order of the run; of several sets in turn."""
-    mixture = MixtureDataset(opened, weights)
-    order = make_order(mixture, seed=seed, shuffle=shuffle, epochs=None)
-    return (mixture.locate(order.sample(position)) for position in itertools.count())
+    mixture = MixtureDataset(opened, blend)
+    order = make_order(mixture, seed=seed, shuffle=shuffle, epochs=None, step_samples=step_samples)
+    drawn = map(order.sample, itertools.count())
+    return map(mixture.locate, itertools.takewhile(lambda sample: sample != NO_SAMPLE, drawn))
 
 
 def _width_multiple(recipe: Recipe) -> int:

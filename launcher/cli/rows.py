@@ -7,6 +7,7 @@ import dataclasses
 import math
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -66,6 +67,7 @@ def rows(
         raise RecipeError(f"{run} {why}")
     positions, skipped = positions_of(events, step, run=run, global_batch_size=size)
 
+    from launcher.data.batching import MixtureOrder
     from launcher.data.origins import trained_rows
     from launcher.data.tokenizer import tokenizer_name
 
@@ -87,7 +89,17 @@ def rows(
             title += f"\n{weights}"
         print(title)
         _print_rows(trained, losses, recipe)
+        if isinstance(opened.order, MixtureOrder):
+            print(_shares(trained, opened.order.shares_at(positions.start), recipe))
     return EXIT_DONE
+
+
+def _shares(rows: list[TrainedRow], planned: list[float], recipe: Recipe) -> str:
+    """How many sequences of a step each source of a mixture has."""
+    of = Counter({row.sequence: row.source for row in rows}.values())
+    each = zip(recipe.data.sources(), planned, strict=True)
+    parts = [f"{name} {of[name] / of.total():.1%} (planned {share:.1%})" for name, share in each]
+    return f"shares of the {of.total():,} {recipe.data.batch_unit}: {', '.join(parts)}"
 
 
 def _recipe(run: Path, step: int, *, loss: bool = False) -> Recipe:

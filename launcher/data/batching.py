@@ -6,10 +6,11 @@ hardware, and a checkpoint need only hold the number of samples before it.
 
 from __future__ import annotations
 
+import bisect
 import heapq
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from launcher.recipe import schema
@@ -112,12 +113,90 @@ class SampleOrder:
 _PERIOD = 4096
 
 
+@dataclass(frozen=True)
+class Blend:
+    """The shares of the sources of a mixture."""
+
+    weights: tuple[float, ...]
+    """Of the sequences, after the stages."""
+    stages: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    """The last step of each stage, and the weights in it; 0: a source is not used."""
+    most: tuple[float | None, ...] = ()
+    """How many times each source is used at most; None: no limit. Empty: there are no limits."""
+
+    def scaled(self, factors: Sequence[float]) -> Blend:
+        """With the weights times a factor for each source."""
+
+        def times(weights: tuple[float, ...]) -> tuple[float, ...]:
+            return tuple(w * factor for w, factor in zip(weights, factors, strict=True))
+
+        stages = tuple((step, times(weights)) for step, weights in self.stages)
+        return Blend(times(self.weights), stages, self.most)
+
+
+def shares(weights: Sequence[float]) -> list[float]:
+    """The weights divided by their sum."""
+    whole = sum(weights)
+    return [weight / whole for weight in weights]
+
+
+@dataclass(frozen=True)
+class _Alternation:
+    """Positions of a mixture in which the shares are the same."""
+
+    start: int
+    end: int | None
+    counts: list[int]
+    """Positions of each source in a period."""
+    turns: list[tuple[int, int]]
+    """For each position of a period: the source, and its number of earlier positions in it."""
+    before: list[int]
+    """Samples of each source before `start`."""
+
+    def turn(self, position: int) -> tuple[int, int]:
+        """The source of a position, and its number of earlier samples."""
+        period, index = divmod(position - self.start, _PERIOD)
+        source, earlier = self.turns[index]
+        return source, self.before[source] + period * self.counts[source] + earlier
+
+    def had(self, end: int) -> list[int]:
+        """Samples of each source before a position."""
+        periods, rest = divmod(end - self.start, _PERIOD)
+        found = [have + periods * n for have, n in zip(self.before, self.counts, strict=True)]
+        for source, _ in self.turns[:rest]:
+            found[source] += 1
+        return found
+
+    def end_of(self, source: int, samples: int) -> int:
+        """The position after the one with this number of samples of a source, which has fewer before
+        `start`."""
+        periods, left = divmod(samples - self.before[source] - 1, self.counts[source])
+        index = next(n for n, turn in enumerate(self.turns) if turn == (source, left))
+        return self.start + periods * _PERIOD + index + 1
+
+
+def _alternation(start: int, weights: Sequence[float], before: list[int]) -> _Alternation:
+    """In a period each source with a weight has its share, rounded to at least one and spread evenly
+    (smooth weighted round-robin)."""
+    counts = [max(1, round(each * _PERIOD)) if each else 0 for each in shares(weights)]
+    counts[counts.index(max(counts))] += _PERIOD - sum(counts)
+    turns = list[tuple[int, int]]()
+    had, credit = [0] * len(counts), [0] * len(counts)
+    for _ in range(_PERIOD):
+        credit = [have + more for have, more in zip(credit, counts, strict=True)]
+        source = credit.index(max(credit))
+        credit[source] -= _PERIOD
+        turns.append((source, had[source]))
+        had[source] += 1
+    return _Alternation(start, None, counts, turns, before)
+
+
 class MixtureOrder:
     """Several sources in fixed shares. Each has its own order, and they alternate by their weights.
 
-    The alternation repeats after 4,096 positions. In these each source has its share, rounded to at
-    least one and spread evenly (smooth weighted round-robin). An epoch has as many positions as the
-    sources have samples, so a source with a larger share than its size repeats, in another order.
+    The alternation repeats after 4,096 positions, and begins again where the shares change: at the end
+    of a stage, and where a source is used up. An epoch has as many positions as the sources have
+    samples, so a source with a larger share than its size repeats, in another order.
     """
 
     def __init__(
@@ -128,38 +207,70 @@ class MixtureOrder:
         seed: int,
         shuffle: bool,
         epochs: int | None = None,
+        stages: Sequence[tuple[int, Sequence[float]]] = (),
+        most: Sequence[float | None] = (),
     ) -> None:
+        """stages: the position after each stage before `weights` hold, and its weights. most: how many
+        times each source is used at most."""
         self.samples, self.epochs, count = sum(sizes), epochs, len(sizes)
         self._offsets = [sum(sizes[:source]) for source in range(count)]
         self._orders = [
             SampleOrder(samples=size, seed=_mix((seed * count + source) & _MASK), shuffle=shuffle)
             for source, size in enumerate(sizes)
         ]
-        self._counts = [max(1, round(weight / sum(weights) * _PERIOD)) for weight in weights]
-        self._counts[self._counts.index(max(self._counts))] += _PERIOD - sum(self._counts)
-        self._turns: list[tuple[int, int]] = []
-        """For each position of a period: the source, and its number of earlier positions in it."""
-        had, credit = [0] * count, [0] * count
-        for _ in range(_PERIOD):
-            credit = [have + more for have, more in zip(credit, self._counts, strict=True)]
-            source = credit.index(max(credit))
-            credit[source] -= _PERIOD
-            self._turns.append((source, had[source]))
-            had[source] += 1
+        limits = [
+            None if times is None else max(1, round(times * size))
+            for times, size in zip(most or [None] * count, sizes, strict=True)
+        ]
+        self.end: int | None = None
+        """The position at which all sources are used up; None: there is none."""
+        self._parts = list[_Alternation]()
+        position, had, left = 0, [0] * count, [*stages, (None, weights)]
+        while left:
+            end, of_stage = left[0]
+            open_weights = [
+                0.0 if limit is not None and have >= limit else weight
+                for weight, limit, have in zip(of_stage, limits, had, strict=True)
+            ]
+            if not any(open_weights):
+                self.end = position
+                break
+            part = _alternation(position, open_weights, had)
+            ends = [
+                part.end_of(source, limit)
+                for source, limit in enumerate(limits)
+                if limit is not None and part.counts[source]
+            ]
+            next_end = min([*ends, *([] if end is None else [end])], default=None)
+            if next_end is not None:
+                part = replace(part, end=next_end)
+                position, had = next_end, part.had(next_end)
+            self._parts.append(part)
+            if next_end is None or next_end == end:
+                del left[0]
+        self._starts = [part.start for part in self._parts]
+
+    def _part(self, position: int) -> _Alternation:
+        return self._parts[bisect.bisect_right(self._starts, position) - 1]
 
     def sample(self, position: int) -> int:
         """Index of the sample at a global position, or NO_SAMPLE after the last epoch."""
         if self.epochs is not None and position >= self.epochs * self.samples:
             return NO_SAMPLE
-        period, index = divmod(position, _PERIOD)
-        source, before = self._turns[index]
-        turn = period * self._counts[source] + before
+        if self.end is not None and position >= self.end:
+            return NO_SAMPLE
+        source, turn = self._part(position).turn(position)
         return self._offsets[source] + self._orders[source].sample(turn)
+
+    def shares_at(self, position: int) -> list[float]:
+        """The share of each source where a position is."""
+        return shares(self._part(position).counts)
 
     def epochs_seen(self, positions: int) -> list[float]:
         """How many times the first `positions` positions go through each source."""
-        counted = zip(self._counts, self._orders, strict=True)
-        return [positions * count / _PERIOD / order.samples for count, order in counted]
+        positions = positions if self.end is None else min(positions, self.end)
+        had = self._part(max(0, positions - 1)).had(positions)
+        return [count / order.samples for count, order in zip(had, self._orders, strict=True)]
 
 
 _WINDOW, _GROUP = 4096, 64
@@ -406,6 +517,17 @@ def make_batch_sampler(
     )
 
 
-def mixture_weights(sources: Iterable[schema.Source]) -> tuple[float, ...] | None:
-    """The weights of the sources; None: all are `size`."""
-    return tuple(part.weight for part in sources if part.weight != "size") or None
+def blend_of(data: schema.Data) -> Blend | None:
+    """The shares of the sources of data.train, a mixture, in data.mixture_unit; None: all weights are
+    `size`."""
+    assert isinstance(data.train, dict)
+    sources = data.train.values()
+    weights = tuple(source.weight for source in sources if source.weight != "size")
+    if not weights:
+        return None
+    stages = tuple(
+        (stage.until_step, tuple(stage.weights[name] for name in data.train))
+        for stage in data.mixture_stages or ()
+    )
+    most = tuple(source.max_epochs for source in sources)
+    return Blend(weights, stages, most if any(most) else ())

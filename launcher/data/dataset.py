@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import torch
 
-from launcher.data.batching import NO_SAMPLE, Index
+from launcher.data.batching import NO_SAMPLE, Blend, Index, shares
 from launcher.data.collation import (
     EMPTY,
     Collated,
@@ -78,6 +78,8 @@ class SequenceDataset:
     inputs: RowInputs
     documents: Integers | None = None
     """The numbers of the documents of the store that are packed; None: all."""
+    loss_weight: float = 1.0
+    """Times the weight of each target, in `next_tokens`."""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -184,10 +186,11 @@ class SequenceDataset:
             known = store.targets[start + 1 : min(end + 1, int(store.offsets[document + 1]))]
             targets[: len(known)] = known
             pieces.append((store.ids[start:end], targets))
-            if store.weights is not None:
+            if store.weights is not None or self.loss_weight != 1:
                 weights = np.ones(end - start, dtype=np.float32)
-                weights[: len(known)] = store.weights[start + 1 : start + 1 + len(known)]
-                pieces[-1] += (weights,)
+                if store.weights is not None:
+                    weights[: len(known)] = store.weights[start + 1 : start + 1 + len(known)]
+                pieces[-1] += (weights * np.float32(self.loss_weight),)
         return make_sample(pieces)
 
     def changed(self, change: Callable[[SequenceDataset], SequenceDataset]) -> SequenceDataset:
@@ -265,11 +268,9 @@ def joined_row(samples: list[Sample], inputs: RowInputs) -> Sample:
 class MixtureDataset:
     """Several data sets of the same objective, one after the other."""
 
-    def __init__(
-        self, parts: dict[str, SequenceDataset], weights: tuple[float, ...] | None
-    ) -> None:
-        """weights: None: an epoch has each sample once."""
-        self.parts, self.weights = parts, weights
+    def __init__(self, parts: dict[str, SequenceDataset], blend: Blend | None) -> None:
+        """blend: None: an epoch has each sample once."""
+        self.parts, self.blend = parts, blend
         self._starts = list(itertools.accumulate(map(len, parts.values()), initial=0))
         self._first = next(iter(parts.values()))
         self.packed, self.joined = self._first.packed, self._first.joined
@@ -309,7 +310,7 @@ class MixtureDataset:
     def changed(self, change: Callable[[SequenceDataset], SequenceDataset]) -> MixtureDataset:
         """The mixture of the changed data sets."""
         parts = {name: change(part) for name, part in self.parts.items()}
-        return MixtureDataset(parts, self.weights)
+        return MixtureDataset(parts, self.blend)
 
     def locate(self, index: int) -> tuple[str, int]:
         """The source of a sample, and its index there."""
@@ -338,9 +339,8 @@ class MixtureDataset:
 
     @property
     def shares(self) -> list[float]:
-        """The share of each source in the samples."""
-        weights = self.weights or tuple(map(len, self.parts.values()))
-        return [weight / sum(weights) for weight in weights]
+        """The share of each source in the samples, after the stages."""
+        return shares(self.blend.weights if self.blend else [*map(len, self.parts.values())])
 
     def describe(self) -> list[str]:
         """Lines for the log, of each source."""
@@ -350,6 +350,10 @@ class MixtureDataset:
             unit = self.unit if self.joined else "sequences"
             lines.append(f"{name} ({share:.1%} of the {unit}): {first}")
             lines += [f"{name}: {line}" for line in rest]
+        for step, weights in self.blend.stages if self.blend else ():
+            each = zip(self.parts, shares(weights), strict=True)
+            text = ", ".join(f"{name} {share:.1%}" for name, share in each)
+            lines.append(f"until step {step:,} (data.mixture_stages): {text}")
         return lines
 
 

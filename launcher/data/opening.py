@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -9,11 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from launcher.data.batching import (
+    Blend,
     MixtureOrder,
     Order,
     SampleOrder,
     SimilarLengths,
-    mixture_weights,
+    blend_of,
 )
 from launcher.data.custom import CustomDataset
 from launcher.data.dataset import MapData, MixtureDataset, SampleMaker, SequenceDataset
@@ -63,7 +65,33 @@ def open_dataset(
     parts = {
         name: opened(of_source, source[name].files) for name, of_source in data.sources().items()
     }
-    return MixtureDataset(parts, mixture_weights(source.values()))
+    if not validation and not held_out:
+        parts = {
+            name: replace(part, loss_weight=source[name].loss_weight or 1.0)
+            for name, part in parts.items()
+        }
+    return MixtureDataset(parts, blend_of_sequences(parts, data))
+
+
+def blend_of_sequences(parts: Mapping[str, SequenceDataset], data: schema.Data) -> Blend | None:
+    """The shares of the sources of a mixture in its sequences; None: they are those of the sizes."""
+    blend = blend_of(data)
+    if blend is None or data.mixture_unit == "sequences":
+        return blend
+    sizes = [
+        part.tokens / max(1, len(part))
+        if data.mixture_unit == "tokens"
+        else rows_per_sequence(part)
+        for part in parts.values()
+    ]
+    return blend.scaled([1 / max(size, 1e-9) for size in sizes])
+
+
+def rows_per_sequence(part: SequenceDataset) -> float:
+    """Rows of a data set over its sequences."""
+    found = part.sequences
+    used = found.documents - found.dropped_documents - found.long_documents
+    return used / max(1, len(part))
 
 
 def make_dataset(
@@ -158,18 +186,28 @@ def make_order(
     shuffle: bool,
     epochs: int | None,
     similar_lengths: bool = False,
+    step_samples: int = 1,
 ) -> Order:
-    """The order of the samples of a data set. similar_lengths: rows of similar length together."""
+    """The order of the samples of a data set. similar_lengths: rows of similar length together.
+    step_samples: samples of a step, by which the stages of a mixture become positions."""
     if similar_lengths and dataset.lengths is not None:
-        order = make_order(dataset, seed=seed, shuffle=shuffle, epochs=epochs)
+        order = make_order(
+            dataset, seed=seed, shuffle=shuffle, epochs=epochs, step_samples=step_samples
+        )
         assert isinstance(order, SampleOrder | MixtureOrder)
         return SimilarLengths(order, dataset.lengths, seed)
-    if not isinstance(dataset, MixtureDataset) or dataset.weights is None:
+    if not isinstance(dataset, MixtureDataset) or dataset.blend is None:
         draws = isinstance(dataset, CustomDataset) or dataset.objective.draws
         return SampleOrder(
             samples=len(dataset), with_epoch=draws, seed=seed, shuffle=shuffle, epochs=epochs
         )
     sizes = [len(part) for part in dataset.parts.values()]
     return MixtureOrder(
-        sizes=sizes, weights=dataset.weights, seed=seed, shuffle=shuffle, epochs=epochs
+        sizes=sizes,
+        weights=dataset.blend.weights,
+        seed=seed,
+        shuffle=shuffle,
+        epochs=epochs,
+        stages=[(step * step_samples, weights) for step, weights in dataset.blend.stages],
+        most=dataset.blend.most,
     )

@@ -18,6 +18,7 @@ from torch import nn
 from launcher.data.attachment_inputs import NO_SECTIONS, Sections, attachments_of
 from launcher.data.batching import (
     BatchSampler,
+    MixtureOrder,
     Order,
     Position,
     make_batch_sampler,
@@ -268,8 +269,10 @@ def open_run_data(
             shuffle=data.shuffle,
             epochs=run.epochs,
             similar_lengths=data.similar_lengths,
+            step_samples=batch.global_batch_size,
         )
     steps = run.max_steps or -(-(run.epochs or 0) * order.samples // batch.global_batch_size)
+    _check_sources_last(order, steps * batch.global_batch_size, batch)
     sampler = make_batch_sampler(
         batch,
         order=order,
@@ -281,6 +284,16 @@ def open_run_data(
         ranks=ranks.data_parallel_size,
     )
     return RunData(training, validation, order, sampler, steps, data, run.seed)
+
+
+def _check_sources_last(order: Order, samples: int, batch: schema.Batch) -> None:
+    """Raises RecipeError if the sources of a mixture are used up before these samples."""
+    end = order.end if isinstance(order, MixtureOrder) else None
+    if end is not None and end < samples:
+        steps = end // batch.global_batch_size
+        what = f"all sources are used up (max_epochs) after {end:,} sequences, {steps:,} steps"
+        advice = f"raise max_epochs of one of them, or set run.max_steps={steps}"
+        raise RecipeError(f"data.train: {what}, and the run needs {samples:,}; {advice}")
 
 
 def _open_custom(

@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from launcher.data.batching import NO_SAMPLE, Index, Order, mixture_weights
+from launcher.data.batching import NO_SAMPLE, Blend, Index, Order, blend_of
 from launcher.data.collation import Sample
 from launcher.data.dataset import (
     MixtureDataset,
@@ -208,15 +208,15 @@ class StreamingDataset:
         self._tokenizer, self._seed, self._build = tokenizer, seed, build
         self._skipped_rows = run_dir / "skipped_rows.jsonl" if run_dir and lists_skipped else None
         self._sources = self._open_sources()
-        self._weights = None
+        self._blend: Blend | None = None
         if isinstance(data.train, dict):
-            self._weights = mixture_weights(data.train.values())
+            self._blend = blend_of(data)
         self._shards = assign_shards(
             {name: source.pieces for name, source in self._sources.items()},
             shard_bytes=data.shard_bytes,
             seed=seed,
             shuffle=data.shuffle,
-            weighted=self._weights is not None,
+            weighted=self._blend is not None,
         )
         self._empty = {
             name: objective.empty(source.data, model) for name, source in self._sources.items()
@@ -291,7 +291,7 @@ class StreamingDataset:
         """Files by number, not by path: in another folder they have the same order."""
         data = self.data
         order: list[object] = [self._seed, data.shuffle, data.similar_lengths, data.packing]
-        order += [data.sequence_length, data.validation_split, self._weights]
+        order += [data.sequence_length, data.validation_split, self._blend and self._blend.weights]
         for name, source in self._sources.items():
             numbers = {file.name: at for at, file in enumerate(source.files) if file.size}
             shards = [
@@ -309,7 +309,7 @@ class StreamingDataset:
 
     def _joined(self, parts: dict[str, SequenceDataset]) -> SequenceDataset | MixtureDataset:
         if isinstance(self.data.train, dict):
-            return MixtureDataset(parts, self._weights)
+            return MixtureDataset(parts, self._blend)
         return parts[""]
 
     # Samples
@@ -445,7 +445,7 @@ class StreamingDataset:
                     of_shard=several,
                 )
             except NothingToTrainError as error:
-                if not several or self._weights is not None:
+                if not several or self._blend is not None:
                     raise
                 self.nothing = error
                 parts[name] = replace(self._empty[name], store=store)

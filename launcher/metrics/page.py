@@ -31,6 +31,7 @@ _COLORS = (
 )
 """Of runs and of the parts of bars; visible on a light and on a dark background."""
 _EVALUATION = "Evaluation metrics"
+_SHARES = "Shares of the sources in the loss"
 _CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
     (
         "Loss",
@@ -40,6 +41,7 @@ _CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
     ),
     (_EVALUATION, "", {}),  # those that no other chart shows
     ("Gradient norm before clipping", "", {"grad_norm": ""}),
+    (_SHARES, "%", {}),
     ("Learning rate", "", {"learning_rate": ""}),
     ("Tokens per second, all ranks", "tokens/s", {"tokens_per_second": ""}),
     ("FLOPs utilization (MFU)", "%", {"mfu": "MFU"}),
@@ -71,6 +73,7 @@ _CHARTS: tuple[tuple[str, str, dict[str, str]], ...] = (
 """Title, unit, and the keys of metrics.jsonl with the names of their curves."""
 _OPTIONAL = (
     _EVALUATION,
+    _SHARES,
     "Rewards of pairs",
     "Pairs in the right order",
     "Load of an expert (1: the mean)",
@@ -263,6 +266,8 @@ def _values(record: Mapping[str, Any]) -> Iterator[tuple[str, str, object]]:
     for source, loss in (record.get("losses") or {}).items():
         if loss is not None:  # else the step had no target of it
             yield "Loss", source, loss
+    for source, share in (record.get("shares") or {}).items():
+        yield _SHARES, source, share
     for set_name, loss in (record.get("eval_losses") or {}).items():
         yield "Loss", f"evaluation, {set_name}", loss
     for key in record:

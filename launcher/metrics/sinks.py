@@ -142,6 +142,7 @@ def _numbers(record: Record) -> dict[str, float]:
     values = {name: value for name, value in record.items() if name not in ("step", "time")}
     values |= {f"eval_loss/{name}": loss for name, loss in record.get("eval_losses", {}).items()}
     values |= {f"loss/{name}": loss for name, loss in record.get("losses", {}).items()}
+    values |= {f"share/{name}": share for name, share in record.get("shares", {}).items()}
     return {
         f"{prefix}/{name}": value
         for name, value in values.items()

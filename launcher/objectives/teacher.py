@@ -162,7 +162,7 @@ def with_teachers(
         store = replace(part.store, unused=unused)
         distilled[name] = replace(part, store=store, objective=objective)
     if isinstance(training, MixtureDataset):
-        return replace(data, training=MixtureDataset(distilled, training.weights))
+        return replace(data, training=MixtureDataset(distilled, training.blend))
     return replace(data, training=distilled[""])
 
 

@@ -203,6 +203,9 @@ NEEDS: tuple[Needs, ...] = (
     Needs("preference.margin", "preference.loss", "simpo"),
     Needs("distillation", "model.new_tokens", False),
     Needs("distillation", "model.chunked_loss", True),
+    Needs(
+        "data.mixture_unit=rows data.mixture_unit=tokens data.mixture_stages", "data.builder", False
+    ),
     Needs("distillation.teacher_column", "distillation.teachers", True),
     Needs("distillation.teachers", "distillation.answers", "data"),
     Needs("distillation.rounds", "distillation.answers", "student endpoint folder"),
@@ -626,6 +629,10 @@ def _rounds(recipe: Recipe) -> Found:
 def _mixture(recipe: Recipe) -> Found:
     train = recipe.data.train
     if not isinstance(train, dict):
+        for key in ("mixture_unit", "mixture_stages"):
+            if getattr(recipe.data, key) not in ("sequences", None):
+                what = "needs a mixture in data.train: {NAME: {files: [...], weight: 1}, ...}"
+                yield f"data.{key}", "needs-mixture", what
         return
     if recipe.model.task == "masked_lm" and recipe.data.builder is None:
         what = "a mixture is not available with model.task: masked_lm; give a list"
@@ -634,6 +641,36 @@ def _mixture(recipe: Recipe) -> Found:
     for name in sized if len(sized) < len(train) else ():
         what = "size does not mix with the numbers of other sources; give each a number, or none"
         yield f"data.train.{name}.weight", "mixed-weights", what
+    limited = [f"data.train.{name}.max_epochs" for name, one in train.items() if one.max_epochs]
+    if recipe.data.mixture_unit != "sequences":
+        limited.append("data.mixture_unit")
+    if recipe.data.mixture_stages is not None:
+        limited.append("data.mixture_stages")
+    for key in limited:
+        if sized:
+            yield key, "needs-weights", "needs a weight, a number, for each source of data.train"
+        if recipe.data.streaming:
+            what = "not available with data.streaming, where the size of the data is not known"
+            yield key, "not-with-data.streaming", what
+    weighted = [name for name, source in train.items() if source.loss_weight not in (None, 1)]
+    if weighted and recipe.data.kind not in TOKEN_KINDS:
+        what = f"needs losses of tokens (data.kind: {', '.join(TOKEN_KINDS)})"
+        yield f"data.train.{weighted[0]}.loss_weight", "needs-data.kind", what
+    elif weighted and recipe.data.streaming:
+        what = "not available with data.streaming"
+        yield f"data.train.{weighted[0]}.loss_weight", "not-with-data.streaming", what
+    before = 0
+    for number, stage in enumerate(recipe.data.mixture_stages or ()):
+        key = f"data.mixture_stages.{number}"
+        if stage.until_step <= before:
+            what = f"must be larger than that of the stage before, {before:,}"
+            yield f"{key}.until_step", "order", what
+        before = stage.until_step
+        if stage.weights.keys() != train.keys():
+            what = f"must name the sources of data.train, all of them: {', '.join(train)}"
+            yield f"{key}.weights", "other-sources", what
+        elif not any(stage.weights.values()):
+            yield f"{key}.weights", "no-source", "one of them must be above 0"
 
 
 def _kinds_of_rows(recipe: Recipe) -> Found:

@@ -209,8 +209,12 @@ class Source(Section):
     files: TextList
     """Files, globs, folders, or a hub data set id."""
     weight: PositiveFloat | Literal["size"] = "size"
-    """Share of the sequences: weight / sum of all weights. size, for all sources or for none: each
-    epoch has each sequence once."""
+    """Share in the run: weight / sum of all weights, of what data.mixture_unit says. size, for all
+    sources or for none: each epoch has each sequence once."""
+    max_epochs: PositiveFloat | None = None
+    """How many times the source is used at most. Then the others have its share. null: no limit."""
+    loss_weight: PositiveFloat | None = None
+    """Weight of the losses of its targets, times that of data.weights_column. null: 1."""
     kind: DataKind | None = None
     """null: data.kind."""
     limit: PositiveInt | None = None
@@ -249,8 +253,18 @@ class Source(Section):
     def given(self) -> dict[str, Any]:
         """The keys that replace those of data."""
         given = {name: value for name, value in vars(self).items() if value is not None}
-        del given["files"], given["weight"]
+        for name in ("files", "weight", "max_epochs", "loss_weight"):
+            given.pop(name, None)
         return given
+
+
+class MixtureStage(Section):
+    """Other shares of the sources of a mixture at the beginning of a run."""
+
+    until_step: PositiveInt
+    """The last step with these shares."""
+    weights: Annotated[dict[Name, NonNegativeFloat], Field(min_length=1)]
+    """The weight of each source; 0: it is not used."""
 
 
 class Data(Section):
@@ -266,6 +280,11 @@ class Data(Section):
     train: TextList | Annotated[dict[Name, Source], Field(min_length=1)] | None = None
     """Files, globs, folders, or a hub data set id `owner/name` (`owner/name:split`,
     `owner/name/config:split[:1000]`). Or a mixture: {NAME: {files: [...]}, ...}."""
+    mixture_unit: Literal["sequences", "rows", "tokens"] = "sequences"
+    """What the weights of a mixture are shares of. Sequences may hold several rows (data.packing)."""
+    mixture_stages: Annotated[tuple[MixtureStage, ...], Field(min_length=1)] | None = None
+    """Stages in order before the weights of the sources hold, such as [{until_step: 1000, weights: {web:
+    1, math: 0}}]; null: none."""
     limit: PositiveInt | None = None
     """Rows of the training data that are used at most, the first ones, of each source of a mixture;
     null: all."""

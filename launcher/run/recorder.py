@@ -371,15 +371,17 @@ class StepRecorder:
         }
 
     def _by_source(self, gathered: dict[str, torch.Tensor]) -> Json:
-        """`losses`: the mean loss of each source of a mixture; null for a source without a
-        target."""
+        """`losses`: the mean loss of each source of a mixture; null for a source without a target.
+        `shares`: the share of each in the targets, times their weights."""
         if not self.sources:
             return {}
-        losses = {}
+        losses, weights = {}, {}
         for name in self.sources:
             loss, weight = (gathered[f"{part} {name}"].sum().item() for part in ("loss", "weight"))
-            losses[name] = finite(loss / weight) if weight else None
-        return {"losses": losses}
+            losses[name], weights[name] = finite(loss / weight) if weight else None, weight
+        whole = sum(weights.values())
+        shares = {name: weight / whole if whole else 0.0 for name, weight in weights.items()}
+        return {"losses": losses, "shares": shares}
 
     def _most_retries(self, interval: _Interval, by_rank: torch.Tensor) -> int | None:
         """The largest number of retried allocations of a rank; None on a CPU."""

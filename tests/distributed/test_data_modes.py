@@ -5,11 +5,13 @@ any number of ranks and under every strategy.
 """
 
 import json
+import sys
 
 import pytest
 
 from tests import REPOSITORY
-from tests.distributed.launching import forked
+from tests.distributed.launching import forked, run, torchrun
+from tests.run_files import read_lines, write_lines
 
 pytestmark = pytest.mark.long  # tests/unit/data compares the order of samples on any ranks
 
@@ -120,3 +122,59 @@ def test_custom_model_and_data_train(results):
     assert [targets for targets, _ in one_rank["counts"]] == [8] * 12 + [4]
     assert one_rank["losses"][-1] < 0.7 * one_rank["losses"][0]
     assert results["images"]["tokens"] == 10
+
+
+BLEND = """
+run: {name: blend, max_steps: 8, seed: 3}
+model: {config: {model_type: llama, vocab_size: 257, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 1,
+  num_attention_heads: 2, num_key_value_heads: 1, max_position_embeddings: 64}}
+data: {kind: text, tokenizer: bytes, sequence_length: 32, workers: 0, cache: cache, packing: false, mixture_unit: tokens,
+  train: {a: {files: [a.jsonl], weight: 1, loss_weight: 0.5}, b: {files: [b.jsonl], weight: 2, max_epochs: 1.5},
+    c: {files: [c.jsonl], weight: 1}},
+  mixture_stages: [{until_step: 2, weights: {a: 1, b: 1, c: 0}}, {until_step: 4, weights: {a: 0, b: 1, c: 1}}]}
+batch: {global_batch_size: 8, micro_batch_size: 2}
+strategy: {kind: ddp, mixed_precision: null}
+optimizer: {learning_rate: 1.0e-3}
+checkpoint: {every_steps: 3}
+logging: {every_steps: 1}
+"""
+
+
+def test_a_blend_is_exact_under_resume_and_other_ranks(tmp_path):
+    """With a stage that ends behind the checkpoint, and a source that is used up."""
+    for name, count, size in (("a", 30, 9), ("b", 12, 25), ("c", 40, 14)):
+        rows = [{"text": f"{name}{number} " + name * size} for number in range(count)]
+        write_lines(tmp_path / f"{name}.jsonl", rows)
+    (tmp_path / "blend.yaml").write_text(BLEND)
+    train, recipe = REPOSITORY / "launcher/train.py", "recipe=blend.yaml"
+    run([sys.executable, train, recipe, "run.dir=whole"], cwd=tmp_path).check()
+    torchrun(train, recipe, "run.dir=parts", "run.max_steps=3", ranks=2, cwd=tmp_path).check()
+    output = (
+        torchrun(train, recipe, "run.dir=parts", "run.max_steps=8", ranks=2, cwd=tmp_path)
+        .check()
+        .output
+    )
+    assert "until step 2 (data.mixture_stages): " in output
+    whole, parts = (
+        [line for line in read_lines(tmp_path / name / "metrics.jsonl") if "loss" in line]
+        for name in ("whole", "parts")
+    )
+    assert [line["step"] for line in parts] == [line["step"] for line in whole] == [*range(1, 9)]
+    for one, other in zip(whole, parts, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["shares"] == pytest.approx(other["shares"])
+        assert one["loss_tokens"] == other["loss_tokens"]
+    assert [line["shares"]["c"] for line in whole[:2]] == [0, 0]
+    assert [line["shares"]["a"] for line in whole[2:4]] == [0, 0]
+    listed = [
+        run([sys.executable, "-m", "launcher", "rows", "parts", f"step={step}"], cwd=tmp_path)
+        for step in range(1, 9)
+    ]
+    texts = [each.check().output for each in listed]
+    assert "shares of the 8 sequences: a " in texts[0]
+    assert "c 0.0% (planned 0.0%)" in texts[1]
+    used = [line for text in texts for line in text.splitlines() if "b.jsonl:" in line]
+    assert len(used) == 18, "of 12 rows, one and a half times"
+    refused = run([sys.executable, train, recipe, "run.dir=long", "data.train.a.max_epochs=1",
+                   "data.train.c.max_epochs=0.1"], cwd=tmp_path).check(2)  # fmt: skip
+    assert "all sources are used up (max_epochs) after 52 sequences, 6 steps" in refused.output

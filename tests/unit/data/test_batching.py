@@ -340,3 +340,65 @@ def test_parts_of_epochs_end_in_the_step_that_reaches_them(size, every):
     assert [later.due(step, schema.Evaluation(every_steps=5)) for step in (9, 10)] == [False, True]
     reached = [part for part in parts if 70 < part <= 70 + size]
     assert later.due(8, section) == bool(reached)
+
+
+def test_shares_of_a_mixture_change_at_the_end_of_a_stage():
+    """And each source goes on in its own order where it was."""
+    sizes = (100, 40)
+    stages = [(500, (1.0, 0.0)), (900, (1.0, 1.0))]
+    order = MixtureOrder(sizes=sizes, weights=(0.0, 2.0), seed=4, shuffle=True, stages=stages)
+    samples = [order.sample(position) for position in range(1200)]
+    sources = [source_of(sample, sizes) for sample in samples]
+    assert set(sources[:500]) == {0}
+    assert sources[500:900].count(0) == 200
+    assert set(sources[900:]) == {1}
+    for source, (first, size) in enumerate([(0, 100), (100, 40)]):
+        own = [sample - first for sample in samples if source_of(sample, sizes) == source]
+        passes = [own[at : at + size] for at in range(0, len(own) - size + 1, size)]
+        assert all(sorted(one) == list(range(size)) for one in passes)
+    assert order.epochs_seen(900) == [7.0, 5.0]
+    assert order.epochs_seen(1200) == [7.0, 12.5]
+    assert [order.shares_at(at) for at in (0, 499, 500, 900)] == [
+        [1.0, 0.0],
+        [1.0, 0.0],
+        [0.5, 0.5],
+        [0.0, 1.0],
+    ]
+
+
+def test_a_source_that_is_used_up_leaves_its_share_to_the_others():
+    sizes = (6, 50, 20)
+    order = MixtureOrder(sizes=sizes, weights=(2, 1, 1), seed=1, shuffle=True, most=(2, None, 1.5))
+    samples = [order.sample(position) for position in range(5000)]
+    sources = [source_of(sample, sizes) for sample in samples]
+    assert sources.count(0) == 12
+    assert sources.count(2) == 30
+    assert sources[:25].count(0) == 12, "half of the positions until then"
+    last = max(position for position, source in enumerate(sources) if source == 0)
+    third = max(position for position, source in enumerate(sources) if source == 2)
+    between = sources[last + 1 : third + 1]
+    assert abs(between.count(1) - between.count(2)) <= 1
+    assert order.end is None
+    assert order.epochs_seen(5000) == [2.0, (5000 - 42) / 50, 1.5]
+
+
+def test_a_mixture_ends_where_all_sources_are_used_up():
+    sizes = (5, 9000)
+    order = MixtureOrder(
+        sizes=sizes, weights=(1, 3), seed=1, shuffle=False, most=(3, 1), stages=[(8, (0, 1))]
+    )
+    assert order.end == 9015
+    samples = [order.sample(position) for position in range(9030)]
+    assert samples[9015:] == [NO_SAMPLE] * 15
+    assert sorted(sample for sample in samples[:9015] if sample >= 5) == [*range(5, 9005)]
+    assert samples[:8] == [*range(5, 13)]
+    assert order.epochs_seen(9030) == [3.0, 1.0]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 700, 4096, 5000, 8192])
+def test_the_end_of_a_source_is_exact(limit):
+    order = MixtureOrder(sizes=(limit, 20), weights=(7, 3), seed=1, shuffle=True, most=(1, None))
+    sources = [source_of(order.sample(at), (limit, 20)) for at in range(4 * limit + 100)]
+    assert sources.count(0) == limit
+    last = len(sources) - sources[::-1].index(0) - 1
+    assert order.shares_at(last) != order.shares_at(last + 1) == [0.0, 1.0]

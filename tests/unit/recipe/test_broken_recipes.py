@@ -267,6 +267,17 @@ IN_ARGUMENTS = r"""
 | objective.loss=label_smoothing | objective.arguments/missing
 | objective={loss: label_smoothing, arguments: {amount: 1}} | objective.arguments.amount/range
 | objective={loss: label_smoothing, arguments: {amount: 0.1, power: 2}} | objective.arguments.power/unknown
+| data.mixture_unit=tokens | data.mixture_unit/needs-mixture
+| data.mixture_stages=[{until_step: 2, weights: {a: 1}}] | data.mixture_stages/needs-mixture
+| data.train={a: {files: [data.txt]}} & data.mixture_unit=tokens | data.mixture_unit/needs-weights
+| data.train={a: {files: [data.txt], max_epochs: 2}} | data.train.a.max_epochs/needs-weights
+| data.train={a: {files: [data.txt], max_epochs: 0}} | data.train.a.max_epochs/range
+| data.train={a: {files: [data.txt], loss_weight: 0}} | data.train.a.loss_weight/range
+| data.train={a: {files: [data.txt], weight: 1}} & data.mixture_stages=[{until_step: 2, weights: {b: 1}}] | data.mixture_stages.0.weights/other-sources
+| data.train={a: {files: [data.txt], weight: 1}} & data.mixture_stages=[{until_step: 2, weights: {a: 0}}] | data.mixture_stages.0.weights/no-source
+| data.train={a: {files: [data.txt], weight: 1}} & data.mixture_stages=[{until_step: 2, weights: {a: 1}}, {until_step: 2, weights: {a: 1}}] | data.mixture_stages.1.until_step/order
+| data.train={a: {files: [data.txt], weight: 1}} & data.mixture_stages=[{until_step: 2, weights: {a: 1}}] & data.streaming=true | data.mixture_stages/not-with-data.streaming
+| data.train={a: {files: [data.txt], loss_weight: 2}} & data.streaming=true | data.train.a.loss_weight/not-with-data.streaming
 | distillation={} | distillation.teacher/one-of
 | @teach & distillation.teachers={a: c/d} | distillation.teacher/one-of
 | distillation={teachers: {a: c/d}} | distillation.teachers/needs-teacher_column

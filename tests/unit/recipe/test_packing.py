@@ -28,7 +28,7 @@ def packing(*overrides):
 
 
 def test_packing_is_on_where_documents_can_be_kept_apart():
-    assert packing() == (True, "recipes/fsdp.yaml:75")
+    assert packing() == (True, "recipes/fsdp.yaml:78")
     assert packing("data.packing=true") == (True, "command line")
     assert packing("data.packing=false", RWKV) == (False, "command line")
     assert packing("model.config.model_type=bamba")[0]

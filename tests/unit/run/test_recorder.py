@@ -99,10 +99,12 @@ def test_losses_of_the_sources_of_a_mixture(clock):
     recorder.add(last := dataclasses.replace(step(1, loss=2.0), metrics=parts))
     line = recorder.collect(recorder.launch(last))
     assert (line["loss"], line["losses"]) == (2.0, {"web": 2.0, "talk": 2.0, "code": None})
+    assert line["shares"] == {"web": 0.75, "talk": 0.25, "code": 0.0}
     assert line["kl"] == 0.125
     assert losses_as_text(line) == "(web 2.0000, talk 2.0000)"
     assert not [key for key in line if key.startswith(("loss ", "weight "))]
     assert _numbers(line)["training/loss/web"] == 2.0
+    assert _numbers(line)["training/share/web"] == 0.75
 
 
 def test_step_time_by_phase(clock):

@@ -107,6 +107,52 @@ def test_a_source_without_weights_counts_one(tmp_path):
     assert collated.loss_weight == pytest.approx(sum(w for _, w in pairs_of(collated.micro_batch)))
 
 
+def test_the_weight_of_a_source(tmp_path):
+    """It is that of each target, times the row's own weights; evaluations have none."""
+    weighted = write(tmp_path / "rows.jsonl", ROWS)
+    source = {
+        "a": schema.Source(files=(str(weighted),), loss_weight=0.5),
+        "b": schema.Source(files=(str(weighted),), loss_weight=3.0),
+    }
+    data = replace(data_of(tmp_path, sequence_length=8, packing=False), train=source)
+    options = {"objective": NextToken(), "tokenizer": None, "model": ModelTraits(), "build": True}
+    mixture = open_dataset(data, source, **options)
+    alone = opened(tmp_path, sequence_length=8, packing=False)
+    for part, factor in (("a", 0.5), ("b", 3.0)):
+        for index in range(len(alone)):
+            found, plain = mixture.parts[part][index], alone[index]
+            np.testing.assert_array_equal(found["weights"], plain["weights"] * np.float32(factor))
+    evaluated = open_dataset(data, source, **options, validation=True)
+    assert {part.loss_weight for part in evaluated.parts.values()} == {1.0}
+    without = {"a": replace(source["a"], loss_weight=None), "b": source["b"]}
+    opened_without = open_dataset(replace(data, train=without), without, **options)
+    np.testing.assert_array_equal(opened_without.parts["a"][0]["weights"], alone[0]["weights"])
+
+
+@pytest.mark.parametrize("unit", ["sequences", "rows", "tokens"])
+def test_the_unit_of_the_shares(tmp_path, unit):
+    """Sequences of a have two rows of three tokens, and those of b one of four, with equal weights."""
+    files = {
+        name: write(tmp_path / f"{name}.jsonl", [{"input_ids": ids}] * 12)
+        for name, ids in (("a", [1, 2, 3]), ("b", [1, 2, 3, 4]))
+    }
+    source = {name: schema.Source(files=(str(file),), weight=1.0) for name, file in files.items()}
+    options = {"sequence_length": 6, "packing": True, "mixture_unit": unit, "weights_column": None}
+    data = replace(data_of(tmp_path, **options), train=source)
+    mixture = open_dataset(
+        data, source, objective=NextToken(), tokenizer=None, model=ModelTraits(), build=True
+    )
+    rows = {name: len(part) / 12 for name, part in mixture.parts.items()}
+    tokens = {name: part.tokens / len(part) for name, part in mixture.parts.items()}
+    per_row = {
+        "sequences": {"a": 1, "b": 1},
+        "rows": rows,
+        "tokens": {n: 1 / t for n, t in tokens.items()},
+    }
+    weights = per_row[unit]
+    assert mixture.shares == pytest.approx([w / sum(weights.values()) for w in weights.values()])
+
+
 def test_the_weight_of_a_chat(tmp_path):
     tokenizer = hugging_face_tokenizer("bytes")
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
