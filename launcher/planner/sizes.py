@@ -162,7 +162,10 @@ def rows_here(recipe: Recipe) -> Rows | str:
             return count_rows(recipe)
         lengths, read = [], 0
         for data, parts in found:
-            traits, tokenizer = traits_from_recipe(recipe), tokenizer_name(recipe.data, recipe.model)
+            traits, tokenizer = (
+                traits_from_recipe(recipe),
+                tokenizer_name(recipe.data, recipe.model),
+            )
             reading = make_reading(
                 parts, data, tokenizer=tokenizer, vocabulary=traits.vocabulary, columns=[]
             )

@@ -148,11 +148,7 @@ def read_token_file(name: str, dtype: str | None = None) -> tuple[TokenFile, Bou
 
 def _check(file: TokenFile, bounds: Bounds | None) -> None:
     """Raises RecipeError unless the ids are whole numbers, and the documents and loss masks fit."""
-    import numpy as np
-
-    kind = np.dtype(file.dtype)
-    if kind.kind not in "iu":
-        raise RecipeError(f"{file.name}: it holds {file.dtype}, and no token ids")
+    _integers(file.name, file.dtype)
     if bounds is not None:
         if (bounds[1:] < bounds[:-1]).any() or bounds[0]:
             raise RecipeError(
@@ -167,6 +163,14 @@ def _check(file: TokenFile, bounds: Bounds | None) -> None:
         raise RecipeError(
             f"{file.mask}: {size:,} bytes for {file.tokens:,} tokens; it needs one for each"
         )
+
+
+def _integers(name: str, dtype: str) -> None:
+    """Raises RecipeError unless the type is one of whole numbers."""
+    import numpy as np
+
+    if np.dtype(dtype).kind not in "iu":
+        raise RecipeError(f"{name}: it holds {np.dtype(dtype)}, and no token ids")
 
 
 def _tokens(name: str, dtype: str, begin: int = 0) -> int:
@@ -215,6 +219,7 @@ def _megatron(name: str, index: Location) -> tuple[TokenFile, Bounds]:
         )
         raise RecipeError(f"{index.name}: {what}, or damaged")
     dtype = np.dtype(_MEGATRON_TYPES[code - 1]).newbyteorder("<")
+    _integers(name, dtype.str)
     at = len(header)
     lengths = _from_index(index, "<i4", count=sequences, offset=at)
     pointers = _from_index(index, "<i8", count=sequences, offset=at + 4 * sequences)

@@ -22,9 +22,9 @@ OF_CLOUDS = (
     *("boto3", "botocore", "botocore.config", "botocore.credentials", "botocore.exceptions"),
     *("botocore.utils", "google", "google.api_core", "google.api_core.exceptions", "google.auth"),
     *("google.api_core.retry", "google.auth.exceptions", "google.cloud", "google.cloud.storage"),
-    *("cached_path", "cached_path.schemes"),
+    *("cached_path", "cached_path.schemes", "bettermap"),
 )
-"""Modules for object stores, which are imported and not needed."""
+"""Modules for object stores and others, which are imported and not needed."""
 
 
 def megatron(out, documents, *, dtype, parts=1, multimodal=False):
@@ -73,7 +73,9 @@ def datatrove_megatron(out, documents, *, token_size):
 
 
 def _document(index):
-    yield torch.tensor(request["documents"][index], dtype=getattr(torch, request["settings"]["dtype"]))
+    yield torch.tensor(
+        request["documents"][index], dtype=getattr(torch, request["settings"]["dtype"])
+    )
 
 
 def litdata(out, documents, *, dtype, compression=None):
@@ -107,7 +109,7 @@ def olmo(out, documents, *, dtype, eos=None):
     if eos is None:
         return {}
     write_document_indices(file, dtype=dtype, eos_token_id=eos)
-    found = iter_document_indices(file, use_array_if_local=False)
+    found = iter_document_indices(file, use_array_if_local=False, local_cache=out)
     return {"read": [[int(start), int(end)] for start, end in found]}
 
 
