@@ -16,11 +16,13 @@ from launcher.data.token_store import ModelTraits, open_store, origin_of, rows_o
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
 from launcher.objectives.next_token import NextToken
+from launcher.planner import sizes
 from launcher.recipe import schema
+from launcher.recipe.load import load_recipe
 from launcher.sources.finding import find_parts, first_row
 from launcher.sources.layouts import guess
 from tests.unit.data.rows import documents_of, write
-from tests.unit.small_recipe import says
+from tests.unit.small_recipe import SMALL, says
 
 END = 9
 DOCUMENTS = [[5, 6, END], [END], [7, 1, 2, 3, 4, 5, 6, END], [8, END], [300, 20, 10, END]]
@@ -489,3 +491,19 @@ def test_columns_and_streaming_are_refused(tmp_path, opened):
         StreamingDataset(
             data, objective=NextToken(), tokenizer=None, model=ModelTraits(), seed=0, build=True
         )
+
+
+def test_a_large_file_is_planned_by_its_index(tmp_path, monkeypatch):
+    prefix = megatron(tmp_path / "a", DOCUMENTS)
+    (tmp_path / "recipe.yaml").write_text(SMALL)
+    words = [
+        f"recipe={tmp_path}/recipe.yaml",
+        f"data.train={prefix}",
+        "model.config.vocab_size=400",
+    ]
+    recipe = load_recipe([*words, f"data.cache={tmp_path}/cache"], ranks=1).recipe
+    assert recipe.data.kind == "tokens"
+    counted = sizes.rows_here(recipe)
+    monkeypatch.setattr(sizes, "COUNTED_BYTES", 0)
+    estimated = sizes.rows_here(recipe)
+    assert counted.lengths.tolist() == estimated.lengths.tolist() == [*map(len, DOCUMENTS)]
