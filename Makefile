@@ -10,7 +10,7 @@
 # make test-share  some of the long tests, those of changed modules first, others every four hours of commits
 # make test-turn   what CI does after the tests: test-share, test-readers or test-versions in turn
 # make test-versions  tests with the oldest supported versions of torch and transformers
-# make test-readers  exports, read by transformers 4 and by llama.cpp, which it installs into build/readers
+# make test-readers  exports, read by transformers 4 and by llama.cpp, and token files of other tools, which it installs into build/readers
 # make test-cuda   tests of the CUDA code paths on null GPUs (tests/nullgpu)
 # make benchmark   CPU time of a step and of a start beside loops written by hand; after a change of the loop
 # make gpu-first   the first fifteen minutes on one GPU, in two calls (see benchmarks/README.md)

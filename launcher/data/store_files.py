@@ -85,15 +85,20 @@ def write_array(
 
 def document_hashes(store: TokenStore) -> Hashes:
     """A hash of the tokens and attachments of each document of a TokenStore, (documents,)."""
-    tokens = np.ascontiguousarray(store.ids).data.cast("B")
-    bounds = itertools.pairwise((store.offsets * store.ids.itemsize).tolist())
-    hashed = (xxh3_64_intdigest(tokens[start:end]) for start, end in bounds)
-    hashes = np.fromiter(hashed, dtype=np.uint64, count=store.documents)
+    hashes = token_hashes(store.ids, store.offsets)
     if (table := store.attachments) is not None:  # their tokens are equal
         documents = np.searchsorted(store.offsets, table["first"], side="right") - 1
         numbers = [xxh3_64_intdigest(str(each).encode()) for each in table["checksum"].tolist()]
         np.add.at(hashes, documents, np.array(numbers, dtype=np.uint64))
     return hashes
+
+
+def token_hashes(ids: npt.NDArray[np.int32], offsets: npt.NDArray[np.int64]) -> Hashes:
+    """A hash of the tokens of each document, (documents,). offsets: (documents + 1,)."""
+    tokens = np.ascontiguousarray(ids).data.cast("B")
+    bounds = itertools.pairwise((offsets * ids.itemsize).tolist())
+    hashed = (xxh3_64_intdigest(tokens[start:end]) for start, end in bounds)
+    return np.fromiter(hashed, dtype=np.uint64, count=len(offsets) - 1)
 
 
 def store_problem(folder: Path) -> str:

@@ -257,7 +257,10 @@ class StreamingDataset:
         for name, data in self.data.sources().items():
             assert isinstance(data.train, tuple)
             most = data.max_document_bytes
-            of_sources[name] = found(data.train, kind=data.kind, max_document=most)
+            files = of_sources[name] = found(data.train, kind=data.kind, max_document=most)
+            if files.parts and files.parts[0].form == "tokens":
+                what = "holds token ids, which are mapped as they are; set data.streaming=false"
+                raise RecipeError(f"{files.parts[0].name}: {what}")
         total = sum(file.size for files in of_sources.values() for file in files.parts)
         size = max(1, self.data.shard_bytes // _PIECES_OF_SHARD, total // _PIECES)
         sources: dict[str, _Source] = {}

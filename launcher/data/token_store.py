@@ -3,7 +3,8 @@
 A store is a folder: `ids.bin` (int32, all documents one after another), `offsets.npy` (documents +
 1), `labels.bin` if targets may differ from the ids, `weights.bin` (float32) with
 data.weights_column, `classes.npy` for classification, `attachments.bin` and `attachment_data.bin` for
-rows with more than text, `hashes.bin` (uint64, a document each), `meta.json`.
+rows with more than text, `hashes.bin` (uint64, a document each), `meta.json`. Of files of token ids
+(`token_files.py`) it has no ids: these files are mapped themselves.
 One process builds it in a scratch folder, with a lock like that of a run folder, and renames that;
 all others, on any node and of any job, wait. A store with files of another length than `meta.json`
 and the offsets say is built again.
@@ -65,6 +66,7 @@ from launcher.data.store_files import (
     store_problem,
     stored_columns,
 )
+from launcher.data.token_files import Reading, index_files, make_reading, mapped_tokens
 from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.environment import Environment, cache_folder
 from launcher.errors import RecipeError, TrainingError
@@ -149,6 +151,7 @@ class TokenStore:
     """Documents, in memory or memory-mapped."""
 
     ids: _Int32s
+    """(tokens,): in files of other tools a `FileTokens`, of which ranges are taken; so are the labels."""
     labels: _Int32s | None
     """(tokens,): each token as a target; None: the ids."""
     offsets: npt.NDArray[np.int64]
@@ -252,10 +255,10 @@ def open_store(
     """
     if validation:
         data = replace(data, limit=None)
-    folder, files, encoder = _place(
+    folder, files, encoder, reading = _place(
         patterns, data, tokenizer=tokenizer, model=model, validation=validation
     )
-    store = store_in(folder, files.parts, encoder, data, model=model, build=build)
+    store = store_in(folder, files.parts, encoder, data, model=model, build=build, reading=reading)
     return replace(store, file_notes=files.notes)
 
 
@@ -268,7 +271,7 @@ def untokenized_bytes(
 ) -> int:
     """Bytes, about, of the files of `patterns`, if they are not in the cache; 0: they are. The arguments
     and errors are those of `open_store`."""
-    folder, files, _ = _place(patterns, data, tokenizer=tokenizer, model=model, validation=False)
+    folder, files, *_ = _place(patterns, data, tokenizer=tokenizer, model=model, validation=False)
     return 0 if folder.exists() else sum(part.size for part in files.parts)
 
 
@@ -279,14 +282,23 @@ def _place(
     tokenizer: str | None,
     model: ModelTraits,
     validation: bool,
-) -> tuple[Path, Found, Encoder]:
-    """The folder of a store in the cache, and what it is made of."""
+) -> tuple[Path, Found, Encoder, Reading | None]:
+    """The folder of a store in the cache, and what it is made of. `Reading`: of files of token ids."""
     modalities = model.attachments.modalities
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer, modalities=modalities)
     most = data.max_document_bytes
     files = found(patterns, kind=data.kind, validation=validation, max_document=most)
-    folder = cache_folder(data.cache) / digest_of(store_content(files, encoder, data))
-    return folder, files, encoder
+    content = store_content(files, encoder, data)
+    reading = make_reading(
+        files.parts,
+        data,
+        columns=[*encoder.columns.values(), *encoder.ignored],
+        tokenizer=tokenizer,
+        vocabulary=model.vocabulary,
+    )
+    if reading is not None:
+        content += reading.identity(files.parts)
+    return cache_folder(data.cache) / digest_of(content), files, encoder, reading
 
 
 def store_content(files: Found, encoder: Encoder, data: schema.Data) -> list[object]:
@@ -312,11 +324,12 @@ def store_in(
     build: bool,
     files: list[SourcePart] | None = None,
     may_be_empty: bool = False,
+    reading: Reading | None = None,
 ) -> TokenStore:
     """The store in `folder`, with the documents of `parts`. See `open_store`.
 
     files: the whole files that `parts` are of; None: `parts`. may_be_empty: parts without a document
-    are no error.
+    are no error. reading: of files of token ids; None: `parts` are others.
     """
     refused = folder.with_name(f"{folder.name}.refused.json")
     _refuse_again(refused, model)
@@ -334,6 +347,7 @@ def store_in(
                 model=model,
                 lock=lock,
                 may_be_empty=may_be_empty,
+                reading=reading,
             )
         except OutOfRangeError as error:
             with contextlib.suppress(OSError):
@@ -436,8 +450,12 @@ def rows_of_documents(
     modalities: tuple[Modality, ...] = (),
 ) -> dict[int, DocumentRow]:
     """The rows of documents of a store, by the documents' numbers. Reads these rows again, and of
-    their files what comes before them in the same part."""
+    their files what comes before them in the same part. Rows of token ids have no question, and are not
+    read."""
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer, modalities=modalities)
+    if data.kind == "tokens":
+        origins = {number: origin_of(store, number) for number in sorted(wanted)}
+        return {number: DocumentRow(row.where, None) for number, row in origins.items()}
     return {
         number: DocumentRow(row.where, last_question(encoder, row.values or {}))
         for number, row in _read_again(store, encoder, sorted(wanted))
@@ -453,7 +471,7 @@ def values_of_documents(
     modalities: tuple[Modality, ...] = (),
 ) -> Iterator[tuple[int, Row, Any]]:
     """Of each document of a store: its number, its row, and the value of a column of the row; None: the
-    row has no such column. Reads the files again."""
+    row has no such column. Reads the files again. Raises RecipeError if they are token files."""
     encoder = make_encoder(data.kind, data, tokenizer=tokenizer, modalities=modalities)
     for number, row in _read_again(store, encoder, range(store.documents)):
         yield number, row, (row.values or {}).get(column)
@@ -465,6 +483,8 @@ def _read_again(
     """Number and row of these documents, whose numbers are sorted."""
     origins = ((number, origin_of(store, number)) for number in wanted)
     for part, of_part in itertools.groupby(origins, lambda item: item[1].part):
+        if part.form == "tokens":
+            raise RecipeError(f"{part.name}: a file of tokens has no columns")
         numbers: dict[int, list[int]] = {}
         for number, row in of_part:  # a text may have been divided into two documents
             numbers.setdefault(row.number, []).append(number)
@@ -481,10 +501,12 @@ def check_range(encoded: Encoded, model: ModelTraits) -> None:
     _check_range(encoded.row, largest, encoded.class_number, model)
 
 
-def _check_range(row: Row, largest: int, class_number: int | None, model: ModelTraits) -> None:
+def _check_range(
+    row: Row, largest: int, class_number: int | None, model: ModelTraits, hint: str = ""
+) -> None:
     if model.vocabulary is not None and largest >= model.vocabulary:
         what = f"is beyond the model's vocabulary of {model.vocabulary} (model.config.vocab_size)"
-        raise OutOfRangeError(f"{row.where}: token id {largest} {what}")
+        raise OutOfRangeError(f"{row.where}: token id {largest} {what}{hint}")
     if model.classes is not None and (class_number or 0) >= model.classes:
         what = f"{model.classes} classes, 0 to {model.classes - 1} (model.num_labels)"
         raise OutOfRangeError(f"{row.where}: label {class_number}, but the model has {what}")
@@ -544,26 +566,46 @@ def _build(
     model: ModelTraits,
     lock: Ownership,
     may_be_empty: bool,
+    reading: Reading | None,
 ) -> None:
     """Tokenizes into `scratch`, which becomes `folder`. If this process is killed or interrupted,
-    what it had noted stays there, and the next one continues after it."""
+    what it had noted stays there, and the next one continues after it. Files of token ids are read
+    from their beginning then."""
     size = sum(part.size for part in parts) / 2**20
     names = [*dict.fromkeys(part.name for part in parts)]
     what = "1 file" if len(names) == 1 else f"{len(names)} files"
-    logger.info(f"tokenizing {what} ({size:.1f} MiB)")
-    started, keep, tasks = time.monotonic(), True, _tasks(parts, data.limit)
+    logger.info(f"{'tokenizing' if reading is None else 'indexing'} {what} ({size:.1f} MiB)")
+    started, keep = time.monotonic(), True
+    tasks = _tasks(parts, data.limit) if reading is None else []
     try:
         with _continued(folder, scratch, len(tasks), lock) as writer:
-            numbers = {file.name: number for number, file in enumerate(files)}
-            made = _tokenize(
-                tasks, encoder, data, files=numbers, model=model, done=writer.done, spill=scratch
-            )
-            for stores in made:
-                for store in stores:
-                    writer.add(store)
-                    remove_spilled(store)
-                writer.part_done()
-            meta = writer.finish()
+            if reading is None:
+                numbers = {file.name: number for number, file in enumerate(files)}
+                made = _tokenize(
+                    tasks,
+                    encoder,
+                    data,
+                    files=numbers,
+                    model=model,
+                    done=writer.done,
+                    spill=scratch,
+                )
+                for stores in made:
+                    for store in stores:
+                        writer.add(store)
+                        remove_spilled(store)
+                    writer.part_done()
+                meta = writer.finish()
+            else:
+                check = partial(_check_range, class_number=None, model=model)
+                meta = index_files(
+                    scratch,
+                    parts,
+                    reading,
+                    limit=data.limit,
+                    vocabulary=model.vocabulary,
+                    check=check,
+                )
         keep = False
         if not meta["documents"] and not may_be_empty:
             problem, skipped = f"data: no document with text in {len(parts)} files", meta["skipped"]
@@ -574,7 +616,8 @@ def _build(
         seconds = max(time.monotonic() - started, 1e-3)
         empty = f"; {meta['empty']:,} rows without text skipped" if meta["empty"] else ""
         logger.info(
-            f"tokenized {meta['documents']:,} documents, {meta['tokens']:,} tokens in "
+            f"{'tokenized' if reading is None else 'indexed'} {meta['documents']:,} documents, "
+            f"{meta['tokens']:,} tokens in "
             f"{seconds:.1f} s ({meta['tokens'] / seconds:,.0f} tokens/s){empty}"
         )
         about: dict[str, Any] = {"kind": encoder.kind, "files": names}
@@ -631,9 +674,15 @@ def _load(folder: Path, files: list[SourcePart], encoder: Encoder) -> TokenStore
         return MappedArray(file, dtype=dtype, mode="r") if file.exists() else None
 
     attachments = folder / "attachments.bin"
+    ids: Any
+    labels: Any
+    if "token_files" in meta:
+        ids, labels = mapped_tokens(files, meta)
+    else:
+        ids, labels = mapped("ids.bin", np.int32), mapped("labels.bin", np.int32)
     return TokenStore(
-        ids=mapped("ids.bin", np.int32),
-        labels=mapped("labels.bin", np.int32),
+        ids=ids,
+        labels=labels,
         offsets=offsets,
         **stored_columns(folder, encoder.kind, offsets),
         hashes=mapped("hashes.bin", np.uint64),

@@ -19,6 +19,7 @@ import numpy as np
 from launcher.data.attachment_inputs import attachments_of
 from launcher.data.encoder import make_encoder
 from launcher.data.packing import text_lengths
+from launcher.data.token_files import make_reading
 from launcher.data.token_store import (
     ModelTraits,
     TokenStore,
@@ -161,11 +162,23 @@ def rows_here(recipe: Recipe) -> Rows | str:
             return count_rows(recipe)
         lengths, read = [], 0
         for data, parts in found:
+            traits, tokenizer = (
+                traits_from_recipe(recipe),
+                tokenizer_name(recipe.data, recipe.model),
+            )
+            reading = make_reading(
+                parts, data, tokenizer=tokenizer, vocabulary=traits.vocabulary, columns=[]
+            )
+            if reading is not None:
+                _, bounds = reading.file(parts[0].name)
+                read += parts[0].size
+                lengths.append(np.diff(bounds))
+                continue
             encoder = make_encoder(
                 data.kind,
                 data,
-                tokenizer=tokenizer_name(recipe.data, recipe.model),
-                modalities=traits_from_recipe(recipe).attachments.modalities,
+                tokenizer=tokenizer,
+                modalities=traits.attachments.modalities,
             )
             rows = list(itertools.islice(encoder.encode_rows(encoder.read(parts)), LOOKED_AT))
             read += sum(encoded.row.size for encoded in rows)

@@ -160,6 +160,7 @@ NEEDS: tuple[Needs, ...] = (
     Needs("data.shard_size", "data.streaming", True),
     *(Needs(f"data.{key}", "data.kind", _kinds_with(role)) for role, key in KEYS.items()),
     Needs("data.labels", "data.kind", _kinds(lambda kind: kind.loss_on == "class")),
+    Needs("data.token_dtype data.end_token", "data.kind", "tokens"),
     Needs(
         "data.chat_template data.chat_template_kwargs data.date data.system",
         "data.kind",

@@ -52,6 +52,7 @@ _NullIsText = BeforeValidator(
 
 MessagePart = Literal["reasoning", "calls", "answer"]
 _PartWeight = Annotated[StrictFloat, Field(ge=0, le=1e6)]
+TokenDtype = Literal["uint8", "uint16", "int32", "uint32", "int64", "uint64"]
 _ZeroIsNull = BeforeValidator(
     lambda share: None if share == 0 and share is not False else share,
     json_schema_input_type=float | None,
@@ -241,6 +242,10 @@ class Source(Section):
     """null: data.columns."""
     ignore_columns: TextList | None = None
     """null: data.ignore_columns."""
+    token_dtype: TokenDtype | None = None
+    """null: data.token_dtype."""
+    end_token: NonNegativeInt | None = None
+    """null: data.end_token."""
     prompt_format: Literal["auto", "chat", "text"] | None = None
     """null: data.prompt_format."""
     overlong: Literal["cut", "drop", "error"] | None = None
@@ -313,6 +318,12 @@ class Data(Section):
     sequences, and for kind retrieval the texts. auto, the same as not given: true, but false if the model cannot keep documents
     apart, or, with batch.global_batch_size or sequence_length: auto, if a step of so few rows has
     fewer tokens than full sequences; the start then gives the reason. true: an error for such a model."""
+    token_dtype: TokenDtype | None = None
+    """Kind tokens: type of the ids in files that do not say it, such as OLMo's .npy. null: uint16 if the
+    vocabulary of the model has at most 65,536 tokens, else uint32."""
+    end_token: NonNegativeInt | None = None
+    """Kind tokens: the id that ends documents in files that do not say where these end, such as OLMo's
+    .npy without .csv.gz; null: the tokenizer's end of text."""
     repeat_in_step: StrictBool = False
     """true: a step may see a row twice, where the batch is larger than the data. false: an error."""
     shuffle: StrictBool = True

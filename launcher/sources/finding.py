@@ -20,6 +20,7 @@ from launcher.sources.formats import (
     COMPRESSED,
     FORMS,
     OF_BLOCKS,
+    READ_ERRORS,
     ROW_FILES,
     RowForm,
     holds_json_lines,
@@ -37,6 +38,8 @@ from launcher.sources.hub import (
 )
 from launcher.sources.location import Location, is_of_system, matching
 from launcher.sources.rows import MAX_DOCUMENT, Form, SourcePart, no_list, read_rows
+from launcher.sources.token_files import SUFFIXES as TOKEN_SUFFIXES
+from launcher.sources.token_files import chosen_files, files_of, is_beside, is_token_file
 
 _NOT_TEXT = {
     ".pyc",
@@ -47,8 +50,7 @@ _NOT_TEXT = {
     ".zip",
     ".tar",
     ".safetensors",
-    ".bin",
-    ".npy",
+    *TOKEN_SUFFIXES,
     ".exe",
     ".a",
     ".o",
@@ -71,10 +73,10 @@ def find_parts(
     """Whole files and hub data sets, in the order of the patterns and sorted by path, each once.
 
     A folder means all files below it, except hidden files, caches and binaries. For kinds
-    (data.kind) other than text, it means only files of rows. max_document: in bytes. notes: gains
-    what folders hold and is not read, and which files are documents by their suffix. Raises
-    RecipeError if a pattern matches nothing, a link whose target is missing, or a text file where
-    rows are needed.
+    (data.kind) other than text, it means only files of rows, and for kind tokens those of token ids,
+    if it has any. max_document: in bytes. notes: gains what folders hold and is not read, and which
+    files are documents by their suffix. Raises RecipeError if a pattern matches nothing, a link whose
+    target is missing, a text file where rows are needed, or files of rows beside those of token ids.
     """
     parts: dict[str, SourcePart] = {}
     unread: dict[str, list[Location]] = {}
@@ -100,6 +102,8 @@ def find_parts(
                 what = f"a link to {target}, which is not there; mend or remove the link"
                 raise RecipeError(f"{file.name}: {what}")
         files = [file for file in files if file.is_file() or is_saved_data_set(file)]
+        if kind == "tokens":
+            files = chosen_files(files)
         if not files:
             raise RecipeError(f"data: {pattern!r} matches no file (in {os.getcwd()})")
         for file in files:
@@ -107,7 +111,16 @@ def find_parts(
             if part.form == "text" and kind != "text":
                 what = f"kind {kind} reads {ROW_FILES}; use kind text for text files"
                 raise RecipeError(f"{file.name}: {what}")
+            if part.form == "tokens" and kind != "tokens":
+                what = f"kind {kind} does not read token ids; use kind tokens, which does"
+                raise RecipeError(f"{file.name}: {what}")
             parts.setdefault(part.name, part)
+    of_rows = next((part for part in parts.values() if part.form != "tokens"), None)
+    of_ids = next((part for part in parts.values() if part.form == "tokens"), None)
+    if of_rows is not None and of_ids is not None:
+        what = "holds token ids, and is no source together with files of rows, such as"
+        both = "make them two: data.train.a.files=FILE data.train.b.files=FILE"
+        raise RecipeError(f"{of_ids.name}: {what} {of_rows.name}; {both}")
     if notes is not None:
         notes += _file_notes([*parts.values()], unread)
     return [replace(part, max_document=max_document) for part in parts.values()]
@@ -127,16 +140,32 @@ def _inside(folder: Location, kind: str) -> tuple[list[Location], list[Location]
         file for file in files if not file.name.startswith(below) and not file.is_hidden_in(folder)
     ]
     read = [file for file in shown if _is_read(file, kind) and not file.is_special()]
+    if kind == "tokens" and any(is_token_file(file.name) for file in read):
+        shown = [file for file in shown if not is_beside(file)]
+        read = [file for file in read if file in shown and not _is_setting(file)]
     others = set(shown).difference(read)
     unread = [file for file in shown if file in others and file.exists()]
     read += outer
     return sorted(read, key=lambda file: file.path), unread
 
 
+def _is_setting(file: Location) -> bool:
+    """Whether a .json file holds no list, as those that tools write beside token ids."""
+    try:
+        with open_binary(file.name) as stream:
+            return (
+                row_form(file.name) == "json" and stream.read(_SAMPLED_BYTES).lstrip()[:1] != b"["
+            )
+    except READ_ERRORS:
+        return False
+
+
 def _is_read(file: Location, kind: str) -> bool:
     suffix, compression = suffixes(file.name)
     if compression and suffix in ("", *OF_BLOCKS):
         return False
+    if kind == "tokens" and is_token_file(file.name):
+        return True
     return suffix not in _NOT_TEXT if kind == "text" else suffix in FORMS
 
 
@@ -167,7 +196,7 @@ def _listing(files: Sequence[Location]) -> str:
 def file_part(file: Location) -> SourcePart:
     """A whole file. Raises RecipeError if it cannot be read."""
     suffix, compression = suffixes(file.name)
-    form: Form = row_form(file.name) or "text"
+    form: Form = row_form(file.name) or ("tokens" if is_token_file(file.name) else "text")
     if form in ("parquet", "arrow") or compression == ".zst":
         require_extra("pyarrow", file.name)
     if compression and suffix in OF_BLOCKS:
@@ -287,7 +316,7 @@ def _files(part: SourcePart) -> list[Location]:
     source = Location(part.name)
     if part.form in ("hub", "hub_stream"):
         return saved_rows(source) if source.is_folder() else []
-    return [source]
+    return files_of(part.name) if part.form == "tokens" else [source]
 
 
 # The first row
@@ -315,6 +344,8 @@ def first_row(
         if not matches and is_hub_id(pattern):
             return _first_of_hub(pattern) if hub else None
         for match in matches:
+            if is_beside(match):
+                continue
             try:
                 for file in _row_files(match):
                     row = _first_of_file(file)
@@ -353,9 +384,9 @@ def why_text(patterns: Iterable[str]) -> str | None:
             if match.is_folder():
                 none = f"{match.name} holds no file of rows ({ROW_FILES})"
                 return None if _row_files(match) else none
-            return (
-                None if row_form(match.name) else f"{match.name} is no file of rows ({ROW_FILES})"
-            )
+            if row_form(match.name) or is_token_file(match.name):
+                return None
+            return f"{match.name} is no file of rows ({ROW_FILES})"
     return None
 
 
@@ -378,7 +409,10 @@ def rows_as_text(patterns: Iterable[str]) -> str | None:
 
 
 def _row_files(match: Location) -> list[Location]:
-    return _inside(match, "rows")[0] if match.is_folder() else [match]
+    if not match.is_folder():
+        return [match]
+    read = _inside(match, "tokens")[0]
+    return [file for file in read if not is_token_file(file.name)] or read
 
 
 def _first_of_hub(name: str) -> tuple[str, Mapping[str, Any]]:
@@ -397,6 +431,8 @@ def _first_of_file(file: Location) -> Mapping[str, Any] | None:
         arrow = saved_rows(file)
         return {**columns, **((_first_of_file(arrow[0]) if arrow else None) or {})}
     form = row_form(file.name)
+    if is_token_file(file.name) and file.is_file():
+        return {"input_ids": None}
     if form is None or not file.is_file():
         return None
     if form == "json":  # which is else read as a whole

@@ -89,8 +89,10 @@ class Location:
 
 def matching(pattern: str) -> list[Location]:
     """The files and folders that a pattern names, sorted. A path that exists is that file, also if it
-    holds `[`, `*` or `?`."""
+    holds `[`, `*` or `?`. As in Megatron, a name without `.idx` and `.bin` names these two files."""
     found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
+    if not found and pattern:
+        found = sorted(glob.glob(f"{pattern}.idx") + glob.glob(f"{pattern}.bin"))
     return [Location(str(Path(name))) for name in found]
 
 

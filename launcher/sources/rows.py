@@ -38,7 +38,8 @@ COMPRESSED_ROWS = 16
 _MOST_ROWS, _MOST_BYTES = 128, 16 << 20
 """Of a .parquet file or data set that are read at once."""
 
-Form = RowForm | Literal["text", "hub", "hub_stream"]
+Form = RowForm | Literal["text", "tokens", "hub", "hub_stream"]
+"""tokens: token ids of another tool (`token_files.py`)."""
 _OF_TEXT = ("text", "jsonl", "json", "csv", "tsv")
 Values = dict[str, Any]
 """A row: the value of each column."""
@@ -77,8 +78,8 @@ class Row:
 
     part: SourcePart
     number: int
-    """From 1: the line in the part (jsonl), the line in the file (csv, tsv, text), else the row. 0: the
-    whole file."""
+    """From 1: the line in the part (jsonl), the line in the file (csv, tsv, text), the document (tokens),
+    else the row. 0: the whole file."""
     values: Values | None
     """None: it cannot be read."""
     problem: str = ""
@@ -90,7 +91,7 @@ class Row:
 
     @property
     def where(self) -> str:
-        """`file:line` or `file row number`."""
+        """`file:line`, `file row number` or `file document number`."""
         part = self.part
         if not self.number:
             return part.name
@@ -99,7 +100,8 @@ class Row:
         if part.form in ("csv", "tsv", "text"):
             return f"{part.name}:{self.number}"
         shard = f" shard {part.start + 1} of {part.end}" if part.form == "hub_stream" else ""
-        return f"{part.name}{shard} row {self.number}"
+        unit = "document" if part.form == "tokens" else "row"
+        return f"{part.name}{shard} {unit} {self.number}"
 
 
 _COUNTED_BYTES = 1 << 24

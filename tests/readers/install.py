@@ -1,8 +1,8 @@
 """Installs what reads exports beside this project: `python -m tests.readers.install FOLDER`.
 
 transformers 4, sentence-transformers, llama.cpp's converter and llama.cpp itself, and tokenizers of
-published models. Each has a folder of its own, because transformers 4 and 5 cannot be installed side by
-side.
+published models; and what writes token files. Each has a folder of its own, because transformers 4 and 5
+cannot be installed side by side.
 """
 
 import shutil
@@ -17,6 +17,11 @@ SENTENCEPIECE = "sentencepiece==0.2.3"
 SENTENCE_TRANSFORMERS = (
     *("sentence-transformers==6.2.0", "scikit-learn==1.9.1", "scipy==1.17.1", "joblib==1.6.0"),
     *("threadpoolctl==3.8.0", "narwhals==2.29.0", "cloudpickle==3.1.3"),
+)
+TOKEN_WRITERS = (
+    *("megatron-core==0.16.1", "datatrove==0.10.1", "litdata==0.2.76", "ai2-olmo-core==3.0.0"),
+    *("loguru==0.7.3", "humanize==4.17.0", "lightning-utilities==0.15.3", "obstore==0.12.1"),
+    *("tifffile==2026.3.3", "zstd==1.5.7.2", "dataclass-extensions==0.5.0"),
 )
 LLAMA_CPP_PYTHON = "llama-cpp-python==0.3.36"
 """Its source holds llama.cpp's converters. Nothing of it is built."""
@@ -63,6 +68,7 @@ def install(folder: Path) -> None:
     install_python(folder / "transformers4", TRANSFORMERS)
     install_python(folder / "sentencepiece", (SENTENCEPIECE,))
     install_python(folder / "sentence_transformers", SENTENCE_TRANSFORMERS)
+    install_python(folder / "token_writers", TOKEN_WRITERS)
     install_converter(folder / "llama.cpp")
     packages = [*NODE, *(TOKENIZER.format(name) for name in TOKENIZERS)]
     if not (folder / "node_modules").exists():

@@ -242,6 +242,8 @@ IN_ARGUMENTS = r"""
 | @classify & data.labels=a | /two-classes
 | @classify & data.train={a: {files: data.txt, kind: text}} | data.train.a.kind/mixed-losses
 | data.labels=[a,b] | /needs-data.kind
+| data.token_dtype=uint16 | /needs-data.kind
+| data.end_token=1 | /needs-data.kind
 | data.message_weights=true | /needs-data.kind
 | data.kind=chat & data.message_weights=true & data.loss_on=all | data.message_weights/needs-data.loss_on
 | data.loss_weights={answer: 0.5} | /needs-data.kind
