@@ -264,8 +264,9 @@ class Data(Section):
     rejected. unpaired: prompt, response, and whether the response is good. retrieval: a query, its
     document and perhaps others, each a text; reranking: the same, with the query in front of each."""
     train: TextList | Annotated[dict[Name, Source], Field(min_length=1)] | None = None
-    """Files, globs, folders, or a hub data set id `owner/name` (`owner/name:split`,
-    `owner/name/config:split[:1000]`). Or a mixture: {NAME: {files: [...]}, ...}."""
+    """Files, globs, folders, also in stores (s3://, gs://, az://, https://, hf://), or a hub data set id
+    `owner/name` (`owner/name:split`, `owner/name/config:split[:1000]`). Or a mixture:
+    {NAME: {files: [...]}, ...}."""
     limit: PositiveInt | None = None
     """Rows of the training data that are used at most, the first ones, of each source of a mixture;
     null: all."""
