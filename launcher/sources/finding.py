@@ -6,7 +6,6 @@ import contextlib
 import csv
 import hashlib
 import io
-import itertools
 import json
 import os
 from collections import Counter
@@ -409,8 +408,8 @@ def first_rows(patterns: Iterable[str], most: int) -> tuple[str, list[Mapping[st
     form, rows = row_form(name), [row]
     if form not in (None, "json"):
         with contextlib.suppress(Exception):  # of damaged rows: reported when they are read
-            part = replace(file_part(Location(name)), max_document=_FIRST_LINE)
-            found = (each.values for each in itertools.islice(read_rows(part), most))
+            part = replace(file_part(Location(name)), max_document=_FIRST_LINE, most=most)
+            found = (each.values for each in read_rows(part))
             rows = [values for values in found if values is not None]
     return name, rows or [row]
 
@@ -476,7 +475,7 @@ def _first_of_file(file: Location) -> Mapping[str, Any] | None:
         return None
     if form == "json":  # which is else read as a whole
         return _first_of_json(file)
-    row = next(read_rows(replace(file_part(file), max_document=_FIRST_LINE)))
+    row = next(read_rows(replace(file_part(file), max_document=_FIRST_LINE, most=1)))
     if row.no_rows:
         raise _NotRowsError(row.problem)
     return row.values if row.values is not None else _columns(file, form)

@@ -37,6 +37,8 @@ MAX_DOCUMENT = 64 << 20
 """Bytes; see data.max_document."""
 COMPRESSED_ROWS = 16
 """A compressed .json file, which is read as a whole, has at most this many times data.max_document."""
+_FEW_ROWS = 16
+"""Rows that are read for their columns alone."""
 _MOST_ROWS, _MOST_BYTES = 128, 16 << 20
 """Of a .parquet file or data set that are read at once."""
 
@@ -72,6 +74,16 @@ class SourcePart:
     def file(self) -> Location:
         """The file, of which this may be a part."""
         return Location(self.name, self.known)
+
+    @property
+    def ahead(self) -> int:
+        """Bytes that are asked of a store at once to read it from `start`."""
+        if self.most is not None and self.most <= _FEW_ROWS:
+            return 1 << 16
+        if self.end is None or self.form != "jsonl":
+            return AHEAD
+        size = self.end - self.start  # what follows belongs to another part
+        return max(1, -(-size // max(1, size // AHEAD)))
 
     def too_large(self, what: str, size: int | None = None) -> str:
         """The problem of a larger document. size: in bytes; None: not known."""
@@ -243,13 +255,10 @@ def _object(
 
 
 def _jsonl(part: SourcePart) -> Iterator[Row]:
-    size = None if part.end is None else part.end - part.start
-    with open_binary(
-        part.file, ahead=AHEAD if size is None else max(1, min(size, AHEAD))
-    ) as stream:
+    with open_binary(part.file, ahead=part.ahead) as stream:
         if part.start:
             stream.seek(part.start)
-        left = sys.maxsize if size is None else size
+        left = sys.maxsize if part.end is None else part.end - part.start
         for number in itertools.count(1):
             if left <= 0 or not (line := stream.readline(part.max_document + 1)):
                 return
@@ -376,7 +385,7 @@ def _parquet(part: SourcePart, *, arrays: bool = False) -> Iterator[Row]:
     import pyarrow.parquet
 
     try:
-        with open_parquet(part.file) as file:
+        with open_parquet(part.file, ahead=0 if part.most is None else part.ahead) as file:
             end = file.metadata.num_row_groups if part.end is None else part.end
             number = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
             groups = list(range(part.start, end))
@@ -392,20 +401,20 @@ def _parquet(part: SourcePart, *, arrays: bool = False) -> Iterator[Row]:
         yield Row(part, 0, None, problem)
 
 
-def open_parquet(file: Location) -> Any:
-    """A `pyarrow.parquet.ParquetFile`. Raises OSError and pyarrow.ArrowException."""
+def open_parquet(file: Location, *, ahead: int = 0) -> Any:
+    """A `pyarrow.parquet.ParquetFile`. ahead: bytes of each column that are asked of a store at once; 0: the
+    columns of row groups, those side by side by one request. Raises OSError and pyarrow.ArrowException."""
     import pyarrow
     import pyarrow.parquet
 
     # Without a buffer size, each open file of a stream holds the columns of a whole row group
     if not file.in_store:
         return pyarrow.parquet.ParquetFile(file.name, buffer_size=1 << 20)
-    # In a store, columns that lie side by side are one request
     return pyarrow.parquet.ParquetFile(
         pyarrow.PythonFile(file.open(ahead=0), mode="r"),
         metadata=_parquet_metadata(file),
-        buffer_size=AHEAD,
-        pre_buffer=True,
+        buffer_size=ahead,
+        pre_buffer=not ahead,
     )
 
 

@@ -60,6 +60,8 @@ _VERSIONS = (
 ATTEMPTS = 8
 """Of a request that fails for a passing reason, with pauses of a minute together. Libraries of stores have
 their own attempts inside each."""
+_OWN_ATTEMPTS = {"gs": 2, "az": 2, "abfs": 2}
+"""Of libraries that try for a minute themselves."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds between two attempts. Each pause is twice the one before."""
 _MOST_OF_REQUEST = 16 << 20
@@ -227,7 +229,7 @@ def _ask(name: str, request: Callable[[], _T]) -> _T:
         except Exception as error:  # of libraries of stores: many classes
             cause = _cause(error)
             passing = _passes(cause)
-            if not passing or attempt >= ATTEMPTS:
+            if not passing or attempt >= _OWN_ATTEMPTS.get(str(scheme_of(name)), ATTEMPTS):
                 raise _explained(name, cause, attempt if passing else 0) from None
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (attempt - 1)) * random.uniform(0.75, 1)
             logger.info(f"{name}: {_said(cause)}; asking again in {pause:.1f} s")
