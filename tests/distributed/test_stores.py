@@ -100,6 +100,7 @@ def by_rank(server):
     return found
 
 
+@pytest.mark.long
 def test_a_store_trains_what_a_disk_trains(folder, server):
     train(folder, server, "data.train=files/", "run.dir=local", "data.cache=one").check()
     assert server.requests == []

@@ -33,6 +33,7 @@ from launcher.sources.ranges import split
 from launcher.sources.rows import read_all
 from tests.object_store import BUCKET, Answer, object_store, once, web_server
 
+pytestmark = pytest.mark.slow
 ROOT = f"s3://{BUCKET}"
 
 
