@@ -12,6 +12,7 @@ from launcher.recipe.derived import open_sizes
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import Recipe
 from launcher.sources.hub import is_hub_id, model_folder
+from launcher.sources.location import is_in_store
 
 
 def prepare(overrides: Overrides, gpus: CheckedGpus = None, nodes: CheckedNodes = 1) -> int:
@@ -49,8 +50,9 @@ def _fetch(recipe: Recipe) -> int:
         return EXIT_DONE
     offline, large = True, False
     for files in data_sets(data):
+        offline = offline and not any(map(is_in_store, files.patterns))
         if data.streaming and not files.validation:
-            remote = [pattern for pattern in files.patterns if is_hub_id(pattern)]
+            remote = [name for name in files.patterns if is_hub_id(name) or is_in_store(name)]
             network = f", {', '.join(remote)} through the network" if remote else ""
             _print(f"{files.key}: read while training (data.streaming){network}")
             offline = offline and not remote

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from launcher.data.attachments import Attachment, Source
 from launcher.data.messages import Message
 from launcher.sources.layouts import ATTACHMENTS
+from launcher.sources.location import Location
 
 if TYPE_CHECKING:
     from launcher.data.chat_template import Rendered
@@ -62,7 +63,7 @@ class Modality(ABC):
 
     def of_file(self, name: str) -> Self:
         """The same for the rows of a file, with its `folder`."""
-        return self if self.folder is not None else replace(self, folder=str(Path(name).parent))
+        return self if self.folder is not None else replace(self, folder=Location(name).parent.name)
 
     @abstractmethod
     def identity(self) -> list[object]:

@@ -20,6 +20,7 @@ from launcher.data.attachments import Source
 from launcher.data.columns import encodable
 from launcher.errors import RowError
 from launcher.sources.layouts import Match, typed, unused_column_of, with_article
+from launcher.sources.location import is_in_store
 from launcher.sources.rows import Values
 
 if TYPE_CHECKING:
@@ -94,7 +95,11 @@ def _source_of_text(value: str, modality: Modality) -> Source:
     encoded = value.startswith(modality.beginnings) and len(value) >= 64
     if (encoded or len(value) > 4096) and re.fullmatch(r"[A-Za-z0-9+/\s]+=*\s*", value):
         return modality.source(_from_base64(value, one))
-    path = Path(modality.folder or "", value).absolute()
+    folder = modality.folder or ""
+    if is_in_store(folder) and not Path(value).is_absolute():
+        what = f"is in a store, where {modality.nouns} are not read by their paths; put their bytes"
+        raise RowError(f"{value[:200]}: {what} into the rows, or set {modality.nouns}.folder")
+    path = Path(folder, value).absolute()
     return modality.source(str(path).encode(), is_file=True)
 
 

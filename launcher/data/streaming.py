@@ -55,7 +55,7 @@ from launcher.distributed.environment import cache_folder
 from launcher.errors import RecipeError, first_line
 from launcher.models.philox import derived_seed
 from launcher.recipe import schema
-from launcher.sources.finding import Found, found
+from launcher.sources.finding import Found, found, shared_result
 from launcher.sources.hub import load_data_set
 from launcher.sources.ranges import first_rows, split
 from launcher.sources.rows import SourcePart
@@ -138,6 +138,20 @@ def _divide(file: SourcePart, size: int) -> list[SourcePart]:
     if file.form != "hub" or file.size:  # of a folder of save_to_disk, the size is known
         return split(file, size) if file.size > size else [file]
     return [replace(_streamed(file), start=index) for index in range(_streamed(file).end or 0)]
+
+
+def _pieces_of(files: Found, size: int, limit: int | None) -> list[SourcePart]:
+    """The pieces of about `size` bytes with the first `limit` rows, in a run with files in a store as one
+    rank has found them."""
+
+    def divide() -> list[SourcePart]:
+        parts = (file for file in files.parts if file.size or file.form != "text")
+        pieces = [piece for file in parts for piece in _divide(file, size)]
+        return pieces if limit is None else [*first_rows(pieces, limit)]
+
+    if not any(file.file.in_store for file in files.parts):
+        return divide()
+    return shared_result(repr((files.states, size, limit)), divide)
 
 
 def _streamed(file: SourcePart) -> SourcePart:
@@ -270,14 +284,7 @@ class StreamingDataset:
             encoder = make_encoder(
                 data.kind, data, tokenizer=self._tokenizer, modalities=modalities
             )
-            pieces = [
-                piece
-                for file in files.parts
-                if file.size or file.form != "text"
-                for piece in _divide(file, size)
-            ]
-            if data.limit is not None:
-                pieces = [*first_rows(pieces, data.limit)]
+            pieces = _pieces_of(files, size, data.limit)
             sources[name] = _Source(
                 number,
                 replace(data, limit=None),  # the pieces have these rows only

@@ -14,6 +14,10 @@ EXTRAS = {
     "datasets": ("datasets", "datasets"),
     "tensorboard": ("tensorboard", "tensorboard"),
     "plotly": ("plotly", "report"),
+    "s3fs": ("s3fs", "s3"),
+    "gcsfs": ("gcsfs", "gcs"),
+    "adlfs": ("adlfs", "azure"),
+    "aiohttp": ("aiohttp", "http"),
 }
 """For each module, its package and its extra (`pip install 'launcher[EXTRA]'`)."""
 

@@ -59,6 +59,7 @@ from launcher.sources.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
 from launcher.sources.finding import rows_as_text, why_text
 from launcher.sources.first_look import FirstLook, look_at
 from launcher.sources.layouts import ATTACHMENTS, named_columns
+from launcher.sources.stores import without_secrets
 
 _LARGEST_FILE = 2**20
 _MOST_INTERPOLATIONS = 500
@@ -116,7 +117,7 @@ class Origins:
             message += f"; it is {kind}"
         if problem.path in self.derived:
             key += f" ({self.derived[problem.path]})"
-        return f"{place}: {shown(key)}: {shown(message, 3000)}"
+        return without_secrets(f"{place}: {shown(key)}: {shown(message, 3000)}")
 
     def refuse(self, problems: Sequence[Problem]) -> RecipeError:
         """The error with these problems."""

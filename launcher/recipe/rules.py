@@ -40,7 +40,8 @@ from launcher.sources.layouts import (
     role_of,
     roles_of,
 )
-from launcher.sources.location import is_of_system, matching, no_such
+from launcher.sources.location import is_in_store, is_of_system, matching, no_such
+from launcher.sources.stores import problem_of, refusal
 
 Found = Iterator[tuple[str | KeyPath, str, str]]
 """For each broken rule a dotted key or a path of keys, the name of the rule, and what to say."""
@@ -986,9 +987,28 @@ def _tokenizer(recipe: Recipe) -> Found:
 
 
 def _data_files(recipe: Recipe) -> Found:
-    train, validation = recipe.data.train, recipe.data.validation
-    if train is None and recipe.data.builder is None:
+    if recipe.data.train is None and recipe.data.builder is None:
         yield "data.train", "missing", "missing; give data.train or data.builder"
+    for where, pattern in _patterns(recipe):
+        if is_in_store(pattern):  # which one rank asks for its objects, once the data is opened
+            missing = None if problem_of(pattern) else refusal(pattern)
+            if missing is not None:
+                yield where, "not-installed", missing
+        elif is_of_system(pattern):
+            yield where, "file-of-system", f"{pattern} holds files of the system, not data"
+        elif not matching(pattern) and not is_hub_id(pattern):
+            yield where, "no-such-path", no_such_name("file or folder", pattern)
+
+
+def _stores(recipe: Recipe) -> Found:
+    for where, pattern in _patterns(recipe):
+        if is_in_store(pattern) and (problem := problem_of(pattern)) is not None:
+            yield where, "store", problem
+
+
+def _patterns(recipe: Recipe) -> Iterator[tuple[KeyPath, str]]:
+    """The names of files of data, and their keys."""
+    train, validation = recipe.data.train, recipe.data.validation
     lists: dict[str, tuple[str, ...]] = {}
     if isinstance(train, dict):
         lists |= {f"data.train.{name}.files": source.files for name, source in train.items()}
@@ -1000,11 +1020,7 @@ def _data_files(recipe: Recipe) -> Found:
         lists["data.validation"] = validation or ()
     for key, patterns in lists.items():
         for index, pattern in enumerate(patterns):
-            where: KeyPath = (*key.split("."), index)
-            if is_of_system(pattern):
-                yield where, "file-of-system", f"{pattern} holds files of the system, not data"
-            elif not matching(pattern) and not is_hub_id(pattern):
-                yield where, "no-such-path", no_such_name("file or folder", pattern)
+            yield (*key.split("."), index), pattern
 
 
 def _pipeline_schedule(recipe: Recipe) -> Found:
@@ -1052,6 +1068,7 @@ _RULES = (
     _whole_export,
     _nodes,
     _resume,
+    _stores,
 )
 _RANK_RULES = (_batches, _groups, _context, _profile)
 _FILE_RULES = (_tokenizer, _data_files)

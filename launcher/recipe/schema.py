@@ -283,8 +283,9 @@ class Data(Section):
     rejected. unpaired: prompt, response, and whether the response is good. retrieval: a query, its
     document and perhaps others, each a text; reranking: the same, with the query in front of each."""
     train: TextList | Annotated[dict[Name, Source], Field(min_length=1)] | None = None
-    """Files, globs, folders, or a hub data set id `owner/name` (`owner/name:split`,
-    `owner/name/config:split[:1000]`). Or a mixture: {NAME: {files: [...]}, ...}."""
+    """Files, globs, folders, also in stores (s3://, gs://, az://, https://, hf://), or a hub data set id
+    `owner/name` (`owner/name:split`, `owner/name/config:split[:1000]`). Or a mixture:
+    {NAME: {files: [...]}, ...}."""
     mixture_unit: Literal["sequences", "rows", "tokens"] = "sequences"
     """What the weights of a mixture are shares of. Sequences may hold several rows (data.packing)."""
     mixture_stages: Annotated[tuple[MixtureStage, ...], Field(min_length=1)] | None = None

@@ -6,13 +6,12 @@ import contextlib
 import csv
 import hashlib
 import io
-import itertools
 import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from launcher.errors import RecipeError
 from launcher.libraries.extras import require_extra
@@ -36,8 +35,16 @@ from launcher.sources.hub import (
     load_data_set,
     saved_rows,
 )
-from launcher.sources.location import Location, is_of_system, matching
-from launcher.sources.rows import MAX_DOCUMENT, Form, SourcePart, no_list, read_rows
+from launcher.sources.location import Location, is_in_store, is_of_system, matching, no_such
+from launcher.sources.rows import (
+    MAX_DOCUMENT,
+    Form,
+    SourcePart,
+    no_list,
+    open_parquet,
+    read_rows,
+)
+from launcher.sources.stores import StoreError, refusal
 from launcher.sources.token_files import SUFFIXES as TOKEN_SUFFIXES
 from launcher.sources.token_files import chosen_files, files_of, is_beside, is_token_file
 
@@ -78,6 +85,19 @@ def find_parts(
     files are documents by their suffix. Raises RecipeError if a pattern matches nothing, a link whose
     target is missing, a text file where rows are needed, or files of rows beside those of token ids.
     """
+    try:
+        return _find_parts(patterns, kind, validation, max_document, notes)
+    except StoreError as error:
+        raise _unread(error, "data: ") from None
+
+
+def _find_parts(
+    patterns: tuple[str, ...],
+    kind: str,
+    validation: bool,
+    max_document: int,
+    notes: list[str] | None,
+) -> list[SourcePart]:
     parts: dict[str, SourcePart] = {}
     unread: dict[str, list[Location]] = {}
     for pattern in patterns:
@@ -85,6 +105,8 @@ def find_parts(
         if not matches and is_hub_id(pattern):
             parts.setdefault(pattern, SourcePart(pattern, "hub", validation=validation))
             continue
+        if not matches and is_in_store(pattern):
+            raise RecipeError(f"data: {no_such('file or folder', pattern)}")
         files: list[Location] = []
         for match in matches or [Location(pattern)]:
             if not match.is_folder():
@@ -132,7 +154,9 @@ def _inside(folder: Location, kind: str) -> tuple[list[Location], list[Location]
     if is_saved_data_set(folder):
         return [folder], []
     files = folder.files()
-    infos = {file.parent for file in files if file.path.name in (SAVED_INFO, SAVED_DICT)}
+    if folder.in_store:
+        _refuse_saved(files)
+    infos = {file.parent for file in files if file.last in (SAVED_INFO, SAVED_DICT)}
     saved = [parent for parent in infos if is_saved_data_set(parent)]
     below = tuple(f"{parent.name}/" for parent in saved)
     outer = [parent for parent in saved if not parent.name.startswith(below)]
@@ -146,13 +170,24 @@ def _inside(folder: Location, kind: str) -> tuple[list[Location], list[Location]
     others = set(shown).difference(read)
     unread = [file for file in shown if file in others and file.exists()]
     read += outer
-    return sorted(read, key=lambda file: file.path), unread
+    return sorted(read, key=lambda file: file.parts), unread
+
+
+def _refuse_saved(files: Sequence[Location]) -> None:
+    """Raises RecipeError if `save_to_disk` wrote these files of a store: `datasets` maps them into memory."""
+    names = {file.name for file in files}
+    for file in files:
+        folder = file.parent
+        state = f"{folder.name}/state.json" in names
+        if file.last == SAVED_DICT or (file.last == SAVED_INFO and state):
+            what = "a folder of save_to_disk is read from a disk only; copy it to one"
+            raise RecipeError(f"data: {folder.name}: {what}, or write .parquet files")
 
 
 def _is_setting(file: Location) -> bool:
     """Whether a .json file holds no list, as those that tools write beside token ids."""
     try:
-        with open_binary(file.name) as stream:
+        with open_binary(file) as stream:
             return (
                 row_form(file.name) == "json" and stream.read(_SAMPLED_BYTES).lstrip()[:1] != b"["
             )
@@ -190,7 +225,7 @@ def _listing(files: Sequence[Location]) -> str:
     most, others = counts[:_SUFFIXES], sum(count for _, count in counts[_SUFFIXES:])
     by_suffix = ", ".join(f"{count:,} {suffix}" for suffix, count in most)
     by_suffix += f", {others:,} others" if others else ""
-    return f"{len(files):,} files ({by_suffix}; such as {files[0].path.name})"
+    return f"{len(files):,} files ({by_suffix}; such as {files[0].last})"
 
 
 def file_part(file: Location) -> SourcePart:
@@ -207,7 +242,7 @@ def file_part(file: Location) -> SourcePart:
             require_extra("datasets", file.name)
             size = sum(rows.size() for rows in saved_rows(file))
             return SourcePart(file.name, "hub", size=size)
-        return SourcePart(file.name, form, size=file.size())
+        return SourcePart(file.name, form, size=file.size(), known=file.listed())
     except OSError as error:
         raise RecipeError(f"{file.name}: cannot be read: {error.strerror}") from None
 
@@ -228,10 +263,13 @@ class Found(NamedTuple):
     """What to say of the files: see `find_parts`."""
 
 
+_T = TypeVar("_T")
+
+
 class Sharing(Protocol):
     """Results that one process computes for others (`launcher/distributed/shared_results.py`)."""
 
-    def result(self, key: str, make: Callable[[], Found], holds: Callable[[Found], bool]) -> Found:
+    def result(self, key: str, make: Callable[[], _T], holds: Callable[[_T], bool]) -> _T:
         """The result with this key."""
 
 
@@ -271,6 +309,12 @@ def found(
     return _sharing.result(repr((patterns, kind, validation, max_document)), look, _are_here)
 
 
+def shared_result(key: str, make: Callable[[], _T]) -> _T:
+    """What `make` finds in stores, in a run as one rank has found it once. key: all that it depends on.
+    Raises RecipeError as `make` does."""
+    return make() if _sharing is None else _sharing.result(key, make, lambda _: True)
+
+
 def _are_here(seen: Found) -> bool:
     """Whether this machine has the same files, of a shared file system. The first and the last one
     answer for all: no other file has the same inode and time of change."""
@@ -291,7 +335,7 @@ def file_states(parts: Sequence[SourcePart]) -> list[list[object]]:
     its name: it keeps the version that was read first."""
     return [
         [part.validation, *(file.state() for file in _files(part))]
-        if part.form != "hub" or Location(part.name).is_folder()
+        if part.form != "hub" or part.file.is_folder()
         else [part.name, part.validation]
         for part in parts
     ]
@@ -299,11 +343,14 @@ def file_states(parts: Sequence[SourcePart]) -> list[list[object]]:
 
 def content_sample(parts: Sequence[SourcePart]) -> str:
     """A digest of the beginning, the middle and the end of each file; of evenly spaced files if
-    these are many. Raises OSError."""
+    these are many. Of files in stores, what these call their versions. Raises OSError."""
     files = [file for part in parts for file in _files(part)]
     digest = hashlib.sha256()
     for file in files[:: -(-len(files) // _SAMPLED_FILES) or 1]:
-        with file.open() as stream:
+        if (listed := file.listed()) is not None and listed.version:
+            digest.update(repr((listed.size, listed.version)).encode())
+            continue
+        with file.open(ahead=0) as stream:
             end = stream.seek(0, os.SEEK_END)
             for start in (0, end // 2, max(0, end - _SAMPLED_BYTES)):
                 stream.seek(start)
@@ -313,7 +360,7 @@ def content_sample(parts: Sequence[SourcePart]) -> str:
 
 def _files(part: SourcePart) -> list[Location]:
     """The files of a part; none of a data set of the hub."""
-    source = Location(part.name)
+    source = part.file
     if part.form in ("hub", "hub_stream"):
         return saved_rows(source) if source.is_folder() else []
     return files_of(part.name) if part.form == "tokens" else [source]
@@ -327,6 +374,23 @@ _FIRST_BYTES = 1 << 24
 """Bytes of a .json file that are searched for the end of its first row."""
 
 
+def _is_refused(pattern: str) -> bool:
+    """Whether a pattern names what the rules of the recipe refuse."""
+    return is_of_system(pattern) or (is_in_store(pattern) and refusal(pattern) is not None)
+
+
+def _matching(pattern: str) -> list[Location]:
+    """`matching`, with a RecipeError for a store that does not answer."""
+    try:
+        return matching(pattern)
+    except StoreError as error:
+        raise _unread(error) from None
+
+
+def _unread(error: StoreError, where: str = "") -> RecipeError:
+    return RecipeError(f"{where}{error.filename} cannot be read: {error.strerror}")
+
+
 class _NotRowsError(Exception):
     """A file that holds no rows as it is written."""
 
@@ -338,9 +402,9 @@ def first_row(
     or cannot be read. hub: also fetch a data set of the hub. Raises RecipeError if a .json file
     holds no list, or if the header of a .csv file names no columns."""
     for pattern in patterns:
-        if is_of_system(pattern):
+        if _is_refused(pattern):
             return None
-        matches = matching(pattern)
+        matches = _matching(pattern)
         if not matches and is_hub_id(pattern):
             return _first_of_hub(pattern) if hub else None
         for match in matches:
@@ -352,7 +416,14 @@ def first_row(
                     return None if row is None else (file.name, row)
             except _NotRowsError as error:
                 raise RecipeError(f"{file.name}: {error}") from None
-            except Exception:  # of damaged files: many classes, reported when they are read
+            except StoreError as error:
+                raise _unread(error) from None
+            except RecipeError:
+                # Of a store, or of damaged files, which are reported when they are read
+                if match.in_store:
+                    raise
+                return None
+            except Exception:  # of damaged files: many classes
                 return None
     return None
 
@@ -368,8 +439,8 @@ def first_rows(patterns: Iterable[str], most: int) -> tuple[str, list[Mapping[st
     form, rows = row_form(name), [row]
     if form not in (None, "json"):
         with contextlib.suppress(Exception):  # of damaged rows: reported when they are read
-            part = replace(file_part(Location(name)), max_document=_FIRST_LINE)
-            found = (each.values for each in itertools.islice(read_rows(part), most))
+            part = replace(file_part(Location(name)), max_document=_FIRST_LINE, most=most)
+            found = (each.values for each in read_rows(part))
             rows = [values for values in found if values is not None]
     return name, rows or [row]
 
@@ -378,9 +449,9 @@ def why_text(patterns: Iterable[str]) -> str | None:
     """Why the data is text: the first file that the patterns name is there, and is no file of rows.
     None: it is one, or there is none."""
     for pattern in patterns:
-        if is_of_system(pattern):
+        if _is_refused(pattern):
             return None
-        for match in matching(pattern):
+        for match in _matching(pattern):
             if match.is_folder():
                 none = f"{match.name} holds no file of rows ({ROW_FILES})"
                 return None if _row_files(match) else none
@@ -395,16 +466,19 @@ def rows_as_text(patterns: Iterable[str]) -> str | None:
     it would be trained with its braces. None: there is none."""
     seen: set[str] = set()
     for pattern in patterns:
-        if is_of_system(pattern):
+        if _is_refused(pattern):
             continue
-        for match in matching(pattern):
+        for match in _matching(pattern):
             for file in _inside(match, "text")[0] if match.is_folder() else [match]:
                 suffix = "".join(suffixes(file.name))
                 if suffix in seen or row_form(file.name) or not file.is_file():
                     continue
                 seen.add(suffix)
-                if holds_json_lines(file.name):
-                    return file.name
+                try:
+                    if holds_json_lines(file):
+                        return file.name
+                except StoreError as error:
+                    raise _unread(error) from None
     return None
 
 
@@ -437,7 +511,7 @@ def _first_of_file(file: Location) -> Mapping[str, Any] | None:
         return None
     if form == "json":  # which is else read as a whole
         return _first_of_json(file)
-    row = next(read_rows(replace(file_part(file), max_document=_FIRST_LINE)))
+    row = next(read_rows(replace(file_part(file), max_document=_FIRST_LINE, most=1)))
     if row.no_rows:
         raise _NotRowsError(row.problem)
     return row.values if row.values is not None else _columns(file, form)
@@ -446,19 +520,18 @@ def _first_of_file(file: Location) -> Mapping[str, Any] | None:
 def _columns(file: Location, form: RowForm) -> dict[str, None] | None:
     """The columns of a file that names them before its rows."""
     if form in ("csv", "tsv"):
-        with io.TextIOWrapper(open_binary(file.name), encoding="utf-8-sig", newline="") as stream:
+        with io.TextIOWrapper(open_binary(file), encoding="utf-8-sig", newline="") as stream:
             return dict.fromkeys(
                 next(csv.reader(stream, "excel-tab" if form == "tsv" else "excel"))
             )
     if form == "parquet":
-        import pyarrow.parquet
-
-        return dict.fromkeys(pyarrow.parquet.read_schema(file.name).names)
+        with open_parquet(file) as opened:
+            return dict.fromkeys(opened.schema_arrow.names)
     return None
 
 
 def _first_of_json(file: Location) -> Mapping[str, Any]:
-    with open_binary(file.name) as stream:
+    with open_binary(file) as stream:
         text = stream.read(_FIRST_BYTES).decode("utf-8-sig", errors="ignore")
     start = text.index("{")
     if text[:start].strip() != "[":

@@ -11,9 +11,10 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import PurePath
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, Literal
 
 from launcher.sources.location import Location
+from launcher.sources.stores import AHEAD, StoreError, path_of
 
 RowForm = Literal["jsonl", "json", "parquet", "csv", "tsv", "arrow"]
 FORMS: dict[str, RowForm] = {
@@ -36,7 +37,7 @@ OF_BLOCKS = (".parquet", ".arrow", ".feather")
 """Files that compress their own columns, and are read in any order."""
 READ_ERRORS = (OSError, EOFError, lzma.LZMAError, zlib.error)
 """What reading a damaged file raises."""
-_HEAD = 64
+_HEAD, _HEAD_AHEAD = 64, 1 << 16
 _BINARY = re.compile(rb"[\x00-\x08\x0e-\x1f\x80-\xff]")
 _SIGNATURES = {
     b"\x1f\x8b": "gzip data; add .gz to its name",
@@ -60,7 +61,7 @@ _FIRST_LINE = 1 << 20
 
 def suffixes(name: str) -> tuple[str, str]:
     """The suffix of a file's content, and that of its compression or an empty one."""
-    path = PurePath(name)
+    path = PurePath(path_of(name))
     suffix = path.suffix.lower()
     return (PurePath(path.stem).suffix.lower(), suffix) if suffix in COMPRESSED else (suffix, "")
 
@@ -70,26 +71,39 @@ def row_form(name: str) -> RowForm | None:
     return FORMS.get(suffixes(name)[0])
 
 
-def open_binary(name: str) -> BinaryIO:
-    """The content of a file. Raises OSError; while a damaged file is read, one of READ_ERRORS."""
-    compression = suffixes(name)[1]
+class _Decompressed(io.BufferedReader):
+    """What a compressed file holds. Closes the file, too."""
+
+    def __init__(self, content: Any, file: BinaryIO) -> None:
+        super().__init__(content)
+        self._file = file
+
+    def close(self) -> None:
+        super().close()
+        self._file.close()
+
+
+def open_binary(file: Location, *, ahead: int = AHEAD) -> BinaryIO:
+    """The content of a file. ahead: see `Location.open`. Raises OSError; while a damaged file is read,
+    one of READ_ERRORS."""
+    compression, stream = suffixes(file.name)[1], file.open(ahead=ahead)
     if not compression:
-        return Location(name).open()
+        return stream
     if compression == ".xz":
-        return cast(BinaryIO, lzma.open(name))
+        return _Decompressed(lzma.open(stream), stream)
     if compression == ".bz2":
-        return cast(BinaryIO, bz2.open(name))
+        return _Decompressed(bz2.open(stream), stream)
     if compression == ".gz":
-        return cast(BinaryIO, gzip.open(name))
+        return _Decompressed(gzip.open(stream), stream)
     import pyarrow
 
-    return io.BufferedReader(pyarrow.input_stream(name, compression="zstd"))
+    return _Decompressed(pyarrow.input_stream(stream, compression="zstd"), stream)
 
 
-def other_content(name: str) -> str:
+def other_content(file: Location) -> str:
     """What a file holds by its first bytes, if that is neither UTF-8 text nor what its compression
     says, and what to do; empty: it may be text. Raises one of READ_ERRORS."""
-    with open_binary(name) as stream:
+    with open_binary(file, ahead=_HEAD_AHEAD) as stream:
         head = stream.read(_HEAD)
     found = (what for mark, what in _SIGNATURES.items() if head.startswith(mark))
     if (what := next(found, None)) is not None:
@@ -103,17 +117,19 @@ def other_content(name: str) -> str:
     return ""
 
 
-def holds_json_lines(name: str) -> bool:
+def holds_json_lines(file: Location) -> bool:
     """Whether the first two lines of a text file that are not empty, or its only one, are JSON
     objects."""
     found = 0
     try:
-        with open_binary(name) as stream:
+        with open_binary(file, ahead=_HEAD_AHEAD) as stream:
             while found < 2 and (line := stream.readline(_FIRST_LINE)):
                 if line.strip():
                     if not isinstance(row := json.loads(line.decode("utf-8-sig")), dict) or not row:
                         return False
                     found += 1
+    except StoreError:
+        raise
     except (*READ_ERRORS, ValueError, RecursionError):
         return False
     return found > 0

@@ -40,6 +40,8 @@ _SPLIT = r"[\w.-]+(\[-?\d*%?:-?\d*%?\])?"
 """Such as `train[:1000]` or `train[90%:]`."""
 _REVISION = r"(@[\w.-]+(/[\w.-]+)*)?"
 """Such as `@v1.0`, `@refs/pr/1`, or the hash of a commit."""
+_OF_STORES = ("s3://", "gs://", "az://", "abfs://", "hf://")
+_COPY = "aws s3 sync {} FOLDER, and name FOLDER"
 _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
 CHAT_TEMPLATE = "chat_template.json"
 """The file in which older processors keep their chat template."""
@@ -100,6 +102,9 @@ def no_such_name(kind: str, name: str) -> str:
 
     kind: what was looked for, such as `folder`.
     """
+    if name.startswith(_OF_STORES):
+        copy = f"; copy it first: {_COPY.format(name)}" if name.startswith("s3://") else ""
+        return f"{name}: a {kind} is read from a disk of this machine or from the hub{copy}"
     is_path = name.startswith(("/", "./", "../", "~")) or name in (".", "..")
     if is_path:
         return no_such(kind, name)
@@ -188,7 +193,9 @@ SAVED_INFO = "dataset_info.json"
 
 
 def is_saved_data_set(folder: Location) -> bool:
-    """Whether `save_to_disk` wrote this folder."""
+    """Whether `save_to_disk` wrote this folder, of this machine."""
+    if folder.in_store:
+        return False
     both = folder.inside("state.json").is_file() and folder.inside(SAVED_INFO).is_file()
     return both or folder.inside(SAVED_DICT).is_file()
 

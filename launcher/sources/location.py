@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import itertools
 import os
@@ -12,40 +13,63 @@ from pathlib import Path
 from typing import BinaryIO
 
 from launcher.errors import closest
+from launcher.sources import stores
+from launcher.sources.stores import AHEAD, Known
 
 
 @dataclass(frozen=True)
 class Location:
     """A file or folder by its name, which may be absent. A name is a path of this machine's file
-    system; another place of files would be another kind of name, understood here alone. Methods that
-    read raise OSError."""
+    system, or an address in a store (`stores.py`). Methods that read raise OSError."""
 
     name: str
+    known: Known | None = None
+    """What a listing of a store has said of it."""
+
+    @property
+    def in_store(self) -> bool:
+        """Whether it is in a store, not on this machine."""
+        return stores.scheme_of(self.name) is not None
 
     @property
     def path(self) -> Path:
-        """For libraries that open files by themselves."""
+        """For libraries that open files of this machine by themselves."""
+        assert not self.in_store
         return Path(self.name)
+
+    @property
+    def parts(self) -> list[str]:
+        """The names of the folders above it and its own, by which files are sorted."""
+        return self.name.split("/")
+
+    @property
+    def last(self) -> str:
+        """Its name in its folder."""
+        return self.parts[-1]
 
     @property
     def parent(self) -> Location:
         """The folder that holds it."""
+        if self.in_store:
+            return Location(self.name.rpartition("/")[0])
         return Location(str(self.path.parent))
 
     def inside(self, name: str) -> Location:
         """The file or folder of this name in this folder."""
-        return Location(str(self.path / name))
+        return Location(f"{self.name}/{name}" if self.in_store else str(self.path / name))
 
     def exists(self) -> bool:
         """Whether there is a file or folder."""
-        return self.path.exists()
+        return self._seen is not None if self.in_store else self.path.exists()
 
     def is_file(self) -> bool:
         """Whether it is a file; a named pipe, which can be read once, is none."""
-        return self.path.is_file()
+        return self._object is not None if self.in_store else self.path.is_file()
 
     def is_special(self) -> bool:
         """Whether it is a named pipe, a socket or a device, which cannot be read twice."""
+        if self.in_store:
+            return False
         try:
             mode = self.path.stat().st_mode
         except OSError:
@@ -54,42 +78,91 @@ class Location:
 
     def is_folder(self) -> bool:
         """Whether it is a folder."""
+        if self.in_store:
+            return self.exists() and not self.is_file()
         return self.path.is_dir()
 
     def missing_target(self) -> str | None:
         """What a link points to that is not there; None: it is no such link."""
-        broken = self.path.is_symlink() and not self.path.exists()
+        broken = not self.in_store and self.path.is_symlink() and not self.path.exists()
         return os.readlink(self.name) if broken else None
 
     def size(self) -> int:
         """Bytes of the file."""
-        return self.path.stat().st_size
+        return self._here.size if self.in_store else self.path.stat().st_size
 
     def state(self) -> list[object]:
         """What changes with the content of the file: name, size, times and inode. A program may write
-        other content of the same size and set the time back, but not that of the change (ctime)."""
+        other content of the same size and set the time back, but not that of the change (ctime). In
+        a store: name, size and what the store calls its version, such as an ETag."""
+        if self.in_store:
+            return [self.name, self._here.size, self._here.version]
         state, whole = self.path.stat(), str(self.path.resolve())
         return [whole, state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino]
 
-    def open(self) -> BinaryIO:
-        """The bytes of the file, from the beginning; `seek` reads a range."""
+    def listed(self) -> Known | None:
+        """What a store says of the file; None: it is on this machine."""
+        return self._here if self.in_store else None
+
+    @property
+    def has_ranges(self) -> bool:
+        """Whether reading from the middle costs no more than what is read."""
+        return not self.in_store or self._here.ranges
+
+    def open(self, *, ahead: int = AHEAD) -> BinaryIO:
+        """The bytes of the file, from the beginning; `seek` reads a range. ahead: bytes that are asked of a
+        store at once; 0: those of each read."""
+        if self.in_store:
+            return stores.open_object(self.name, self.known, ahead=ahead)
         return self.path.open("rb")
 
     def files(self) -> list[Location]:
         """All that is no folder below the folder, at any depth, sorted by path: files, links whose
         target is missing, named pipes."""
+        if self.in_store:
+            found = map(_of_entry, stores.below(self.name))
+            return sorted(found, key=lambda file: file.parts)
         return [Location(str(path)) for path in sorted(self.path.rglob("*")) if not path.is_dir()]
 
     def is_hidden_in(self, folder: Location) -> bool:
         """Whether the name of the file, or of a folder between it and `folder`, begins with a dot, or is
         that of a cache of Python."""
-        parts = self.path.relative_to(folder.path).parts
+        parts = self.parts[len(folder.parts) :] if self.in_store else None
+        parts = list(self.path.relative_to(folder.path).parts) if parts is None else parts
         return any(part.startswith(".") or part == "__pycache__" for part in parts)
+
+    @property
+    def _seen(self) -> stores.Entry | None:
+        return stores.look(self.name) if self.known is None else stores.Entry(self.name, self.known)
+
+    @property
+    def _object(self) -> Known | None:
+        seen = self._seen
+        return None if seen is None else seen.known
+
+    @property
+    def _here(self) -> Known:
+        """What the store says of the object. Raises FileNotFoundError."""
+        if (found := self._object) is None:
+            raise FileNotFoundError(errno.ENOENT, "it is not there", self.name)
+        return found
+
+
+def _of_entry(entry: stores.Entry) -> Location:
+    return Location(entry.name, entry.known)
+
+
+def is_in_store(name: str) -> bool:
+    """Whether a name or pattern is an address in a store."""
+    return Location(name).in_store
 
 
 def matching(pattern: str) -> list[Location]:
     """The files and folders that a pattern names, sorted. A path that exists is that file, also if it
-    holds `[`, `*` or `?`. As in Megatron, a name without `.idx` and `.bin` names these two files."""
+    holds `[`, `*` or `?`. As in Megatron, a name without `.idx` and `.bin` names these two files. Raises
+    RecipeError if it names a store that is not known, and StoreError."""
+    if is_in_store(pattern):
+        return [*map(_of_entry, stores.matching(pattern))]
     found = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
     if not found and pattern:
         found = sorted(glob.glob(f"{pattern}.idx") + glob.glob(f"{pattern}.bin"))
@@ -98,7 +171,7 @@ def matching(pattern: str) -> list[Location]:
 
 def is_of_system(pattern: str) -> bool:
     """Whether a pattern names files of the system, which are endless or change."""
-    return os.path.abspath(pattern).split("/")[1] in ("proc", "sys")
+    return not is_in_store(pattern) and os.path.abspath(pattern).split("/")[1] in ("proc", "sys")
 
 
 _MOST_ENTRIES = 10_000
@@ -125,6 +198,9 @@ def no_such(kind: str, name: str, *, nor: str = "") -> str:
 
     kind: what was looked for, such as `file or folder`. nor: what else it is not, and why.
     """
+    if is_in_store(name):
+        near = stores.nearest(name)
+        return f"no such {kind}: {name}{f'; did you mean {near}?' if near else nor}"
     if name.startswith("~"):
         whole = os.path.expanduser(name)
         return f"no such {kind}: {name}; only a shell replaces ~: write {whole}"

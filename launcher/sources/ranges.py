@@ -9,7 +9,11 @@ from dataclasses import replace
 from launcher.sources.formats import suffixes
 from launcher.sources.hub import load_data_set
 from launcher.sources.location import Location
-from launcher.sources.rows import SourcePart, read_rows
+from launcher.sources.rows import SourcePart, open_parquet, read_rows
+from launcher.sources.stores import StoreError
+
+_LINE_AHEAD = 1 << 16
+"""Bytes that are asked of a store to find the end of a line."""
 
 
 def first_rows(parts: Iterable[SourcePart], limit: int) -> Iterator[SourcePart]:
@@ -25,14 +29,16 @@ def first_rows(parts: Iterable[SourcePart], limit: int) -> Iterator[SourcePart]:
 def split(part: SourcePart, size: int) -> list[SourcePart]:
     """The same rows in the same order, as parts of about `size` bytes.
 
-    A .jsonl is split by lines, a .parquet by row groups, a hub data set by rows; others and
-    compressed files stay whole.
+    A .jsonl is split by lines, a .parquet by row groups, a hub data set by rows; others,
+    compressed files and those of a web server that sends whole files only stay whole. Raises StoreError.
     """
+    if part.form in ("jsonl", "parquet") and not part.file.has_ranges:
+        return [part]
     if part.form == "jsonl" and part.size > size and not suffixes(part.name)[1]:
         cuts = [part.start, *_line_starts(part, size), part.start + part.size]
         ends: Sequence[int] = range(cuts[-1] + 1)
     elif part.form == "parquet" and part.end is None:
-        ends = [0, *itertools.accumulate(_row_group_sizes(part.name))]
+        ends = [0, *itertools.accumulate(_row_group_sizes(part.file))]
         cuts = [0]
         for group in range(1, len(ends)):
             if ends[group] - ends[cuts[-1]] >= size or group == len(ends) - 1:
@@ -55,7 +61,7 @@ def split(part: SourcePart, size: int) -> list[SourcePart]:
 def _line_starts(part: SourcePart, size: int) -> Iterator[int]:
     """The start of the first line after each `size` bytes."""
     at, end = part.start + size, part.start + part.size
-    with Location(part.name).open() as stream:
+    with part.file.open(ahead=_LINE_AHEAD) as stream:
         while at < end:
             stream.seek(at - 1)
             while (line := stream.readline(1 << 20)) and not line.endswith(b"\n"):
@@ -66,12 +72,14 @@ def _line_starts(part: SourcePart, size: int) -> Iterator[int]:
             at = start + size
 
 
-def _row_group_sizes(file: str) -> list[int]:
+def _row_group_sizes(file: Location) -> list[int]:
     import pyarrow
-    import pyarrow.parquet
 
     try:
-        meta = pyarrow.parquet.read_metadata(file)
+        with open_parquet(file) as opened:
+            meta = opened.metadata
+    except StoreError:
+        raise
     except (pyarrow.ArrowException, OSError):
         return []  # `_parquet` reports the problem
     return [meta.row_group(group).total_byte_size for group in range(meta.num_row_groups)]

@@ -6,6 +6,7 @@ be read is a Row with its problem.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import functools
 import io
@@ -30,11 +31,14 @@ from launcher.sources.formats import (
 )
 from launcher.sources.hub import load_data_set
 from launcher.sources.location import Location
+from launcher.sources.stores import AHEAD, Known, StoreError
 
 MAX_DOCUMENT = 64 << 20
 """Bytes; see data.max_document."""
 COMPRESSED_ROWS = 16
 """A compressed .json file, which is read as a whole, has at most this many times data.max_document."""
+_FEW_ROWS = 16
+"""Rows that are read for their columns alone."""
 _MOST_ROWS, _MOST_BYTES = 128, 16 << 20
 """Of a .parquet file or data set that are read at once."""
 
@@ -64,6 +68,23 @@ class SourcePart:
     """Rows that are read at most; None: all."""
     max_document: int = MAX_DOCUMENT
     """Bytes, without compression; a larger document, line or row cannot be used."""
+    known: Known | None = None
+    """What a store has said of the file when it was listed. Another version of it is not read."""
+
+    @property
+    def file(self) -> Location:
+        """The file, of which this may be a part."""
+        return Location(self.name, self.known)
+
+    @property
+    def ahead(self) -> int:
+        """Bytes that are asked of a store at once to read it from `start`."""
+        if self.most is not None and self.most <= _FEW_ROWS:
+            return 1 << 16
+        if self.end is None or self.form != "jsonl":
+            return AHEAD
+        size = self.end - self.start  # what follows belongs to another part
+        return max(1, -(-size // max(1, size // AHEAD)))
 
     def too_large(self, what: str, size: int | None = None) -> str:
         """The problem of a larger document. size: in bytes; None: not known."""
@@ -96,7 +117,7 @@ class Row:
         if not self.number:
             return part.name
         if part.form == "jsonl":
-            return f"{part.name}:{_lines_before(part.name, part.start) + self.number}"
+            return f"{part.name}:{_lines_before(part.file, part.start) + self.number}"
         if part.form in ("csv", "tsv", "text"):
             return f"{part.name}:{self.number}"
         shard = f" shard {part.start + 1} of {part.end}" if part.form == "hub_stream" else ""
@@ -107,14 +128,14 @@ class Row:
 _COUNTED_BYTES = 1 << 24
 
 
-def _lines_before(file: str, byte: int) -> int:
+def _lines_before(file: Location, byte: int) -> int:
     blocks = [min(_COUNTED_BYTES, byte - start) for start in range(0, byte, _COUNTED_BYTES)]
     return sum(_count_lines(file, number, size) for number, size in enumerate(blocks))
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _count_lines(file: str, block: int, size: int) -> int:
-    with Location(file).open() as stream:
+def _count_lines(file: Location, block: int, size: int) -> int:
+    with file.open(ahead=0) as stream:
         stream.seek(block * _COUNTED_BYTES)
         return stream.read(size).count(b"\n")
 
@@ -147,7 +168,7 @@ def read_rows(part: SourcePart, *, column: str = "text", arrays: bool = False) -
     not lists, which take many times longer. Raises RecipeError if the file cannot be opened."""
     empty = True
     try:
-        if part.form in _OF_TEXT and not part.start and (what := other_content(part.name)):
+        if part.form in _OF_TEXT and not part.start and (what := other_content(part.file)):
             yield Row(part, 0, None, f"it holds {what}")
             return
         if part.form == "text":
@@ -176,7 +197,7 @@ def read_all(
 
 def _content(part: SourcePart, most: int | None) -> bytes | None:
     """None: more than `most` bytes. A small compressed file may hold many gigabytes."""
-    with open_binary(part.name) as stream:
+    with open_binary(part.file) as stream:
         content = stream.read(-1 if most is None else most + 1)
     return content if most is None or len(content) <= most else None
 
@@ -236,7 +257,7 @@ def _object(
 
 
 def _jsonl(part: SourcePart) -> Iterator[Row]:
-    with open_binary(part.name) as stream:
+    with open_binary(part.file, ahead=part.ahead) as stream:
         if part.start:
             stream.seek(part.start)
         left = sys.maxsize if part.end is None else part.end - part.start
@@ -305,7 +326,7 @@ def _csv(part: SourcePart) -> Iterator[Row]:
     csv.field_size_limit(part.max_document)
     # Invalid UTF-8 becomes lone surrogates, so that the row with it can be named
     with io.TextIOWrapper(
-        open_binary(part.name), encoding="utf-8-sig", errors="surrogateescape", newline=""
+        open_binary(part.file), encoding="utf-8-sig", errors="surrogateescape", newline=""
     ) as stream:
         dialect = "excel-tab" if part.form == "tsv" else "excel"
         reader = csv.reader(_csv_lines(part, stream), dialect, strict=True)
@@ -366,20 +387,69 @@ def _parquet(part: SourcePart, *, arrays: bool = False) -> Iterator[Row]:
     import pyarrow.parquet
 
     try:
-        # Without a buffer size, each open file of a stream holds the columns of a whole row group
-        with pyarrow.parquet.ParquetFile(part.name, buffer_size=1 << 20) as file:
+        with open_parquet(part.file, ahead=0 if part.most is None else part.ahead) as file:
             end = file.metadata.num_row_groups if part.end is None else part.end
             number = sum(file.metadata.row_group(group).num_rows for group in range(part.start))
             groups = list(range(part.start, end))
             at_once = _rows_at_once(file.metadata.row_group(group) for group in groups)
-            for batch in file.iter_batches(at_once, row_groups=groups):
-                yield from _arrow_rows(part, batch, number, arrays=arrays)
-                number += batch.num_rows
-    except FileNotFoundError:
+            for some in _read_together(file, groups, in_store=part.file.in_store):
+                for batch in file.iter_batches(at_once, row_groups=some):
+                    yield from _arrow_rows(part, batch, number, arrays=arrays)
+                    number += batch.num_rows
+    except (FileNotFoundError, StoreError):
         raise
     except (pyarrow.ArrowException, OSError) as error:
         problem = f"not a parquet file, or a damaged one: {str(error).splitlines()[0]}"
         yield Row(part, 0, None, problem)
+
+
+def open_parquet(file: Location, *, ahead: int = 0) -> Any:
+    """A `pyarrow.parquet.ParquetFile`. ahead: bytes of each column that are asked of a store at once; 0: the
+    columns of row groups, those side by side by one request. Raises OSError and pyarrow.ArrowException."""
+    import pyarrow
+    import pyarrow.parquet
+
+    # Without a buffer size, each open file of a stream holds the columns of a whole row group
+    if not file.in_store:
+        return pyarrow.parquet.ParquetFile(file.name, buffer_size=1 << 20)
+    return pyarrow.parquet.ParquetFile(
+        pyarrow.PythonFile(file.open(ahead=0), mode="r"),
+        metadata=_parquet_metadata(file),
+        buffer_size=ahead,
+        pre_buffer=not ahead,
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _parquet_metadata(file: Location) -> Any:
+    """The end of the file, which each of its parts needs."""
+    import pyarrow
+    import pyarrow.parquet
+
+    with file.open(ahead=0) as stream:
+        return pyarrow.parquet.read_metadata(pyarrow.PythonFile(stream, mode="r"))
+
+
+def _read_together(file: Any, groups: list[int], *, in_store: bool) -> Iterable[list[int]]:
+    """Row groups whose columns are held in memory at a time: of a local file, none are."""
+    if not in_store:
+        return [groups]
+    metadata = file.metadata
+    sizes = {group: metadata.row_group(group).total_byte_size for group in groups}
+    return in_batches(groups, most=max(1, len(groups)), size=sizes.__getitem__)
+
+
+@contextlib.contextmanager
+def open_arrow(file: Location) -> Iterator[Any]:
+    """A file of Arrow for `arrow_batches`. Raises OSError."""
+    import pyarrow
+
+    if not file.in_store:
+        with pyarrow.memory_map(file.name) as stream:
+            yield stream
+    else:
+        with file.open() as opened, pyarrow.PythonFile(opened, mode="r") as stream:
+            yield stream
 
 
 def _arrow(part: SourcePart, *, arrays: bool = False) -> Iterator[Row]:
@@ -387,7 +457,7 @@ def _arrow(part: SourcePart, *, arrays: bool = False) -> Iterator[Row]:
 
     number = 0
     try:
-        with pyarrow.memory_map(part.name) as stream:
+        with open_arrow(part.file) as stream:
             for batch in arrow_batches(stream):
                 size = batch.nbytes / max(1, batch.num_rows)
                 at_once = max(1, min(_MOST_ROWS, int(_MOST_BYTES / max(1.0, size))))
@@ -397,7 +467,7 @@ def _arrow(part: SourcePart, *, arrays: bool = False) -> Iterator[Row]:
                         rows = batch.take(pyarrow.array(range(start, start + rows.num_rows)))
                     yield from _arrow_rows(part, rows, number, arrays=arrays)
                     number += rows.num_rows
-    except FileNotFoundError:
+    except (FileNotFoundError, StoreError):
         raise
     except (pyarrow.ArrowException, OSError) as error:
         problem = f"not an Arrow file, or a damaged one: {str(error).splitlines()[0]}"

@@ -68,12 +68,19 @@ def is_token_file(name: str) -> bool:
 
 def chosen_files(files: Sequence[Location]) -> list[Location]:
     """The files with token ids among these, in place of their indices and without what is beside them.
-    Other files stay as they are. Raises RecipeError if an index has no such file."""
+    Other files stay as they are. Raises RecipeError if an index has no such file, or if one is in a
+    store."""
     chosen = []
     for file in files:
         if is_beside(file):
             continue
-        if file.path.suffix == ".idx":
+        if file.in_store:
+            if is_token_file(file.name):
+                what = (
+                    "files of token ids are memory-mapped, and must be on a disk; copy them to one"
+                )
+                raise RecipeError(f"{file.name}: {what}")
+        elif file.path.suffix == ".idx":
             ids = Location(str(file.path.with_suffix(".bin")))
             if not ids.is_file():
                 raise RecipeError(
@@ -87,6 +94,8 @@ def chosen_files(files: Sequence[Location]) -> list[Location]:
 def is_beside(file: Location) -> bool:
     """Whether a file only says what a file of token ids beside it holds, and has rows by its name
     at most."""
+    if file.in_store:
+        return False
     path = file.path
     if path.name == _LITDATA_INDEX:
         return bool(_litdata_chunks(file.name))
@@ -125,10 +134,6 @@ def read_token_file(name: str, dtype: str | None = None) -> tuple[TokenFile, Bou
     dtype: of the ids, where the file does not say it; None: not known. Raises RecipeError if the
     file cannot be used.
     """
-    if "://" in name:
-        raise RecipeError(
-            f"{name}: files of token ids are memory-mapped, and must be in a file system; copy them to one"
-        )
     path = PurePath(name)
     try:
         if path.suffix == ".ds":

@@ -423,7 +423,8 @@ def test_imported_packages_are_declared_dependencies():
     provided = {"pynvml": "nvidia_ml_py", "yaml": "pyyaml", "PIL": "pillow"}
     provided["typing_extensions"] = "pydantic"
     provided |= dict.fromkeys(("huggingface_hub", "tokenizers"), "transformers") | {
-        "triton": "torch"
+        "triton": "torch",
+        "fsspec": "torch",
     }
     assert {provided.get(name, name) for name in imported} - names == set()
 

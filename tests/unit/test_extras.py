@@ -19,6 +19,10 @@ BLOCKED = f"import sys; sys.modules.update(dict.fromkeys({list(EXTRAS)}))\n"
 """What sitecustomize.py does so that no module of an extra can be imported."""
 
 
+OF_STORES = ("s3", "gcs", "azure", "http")
+"""A machine needs one of them, and their libraries pin versions of many others."""
+
+
 @pytest.fixture
 def nothing_installed(monkeypatch):
     for module in EXTRAS:
@@ -31,11 +35,12 @@ def test_extras_are_those_of_the_package():
     for package, extra in EXTRAS.values():
         assert any(name.startswith(package) for name in extras[extra])
         assert not any(name.startswith(package) for name in project["dependencies"])
-        assert extra in extras["all"][0]
+        assert (extra in extras["all"][0]) == (extra not in OF_STORES)
 
 
 def test_installed_packages_are_not_missing():
-    assert [missing_extra(module) for module in EXTRAS] == [None] * len(EXTRAS)
+    installed = [module for module, (_, extra) in EXTRAS.items() if extra not in ("gcs", "azure")]
+    assert [missing_extra(module) for module in installed] == [None] * len(installed)
 
 
 @pytest.mark.parametrize(
@@ -64,6 +69,18 @@ def test_a_file_names_its_extra(name, nothing_installed, tmp_path):
     (tmp_path / name).write_bytes(b"0")
     with pytest.raises(RecipeError, match=r"launcher\[datasets\]"):
         find_parts((str(tmp_path / name),), kind="text")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "extra"),
+    [("s3", "s3"), ("gs", "gcs"), ("az", "azure"), ("abfs", "azure"), ("https", "http")],
+)
+def test_a_store_names_its_extra(scheme, extra, nothing_installed):
+    name = f"{scheme}://bucket/a.jsonl"
+    with pytest.raises(RecipeError, match=rf"{name}: needs .*'launcher\[{extra}\]'"):
+        find_parts((name,), kind="text")
+    with pytest.raises(RecipeError, match=rf"{name}: needs .*'launcher\[{extra}\]'"):
+        load_recipe(["recipe=quickstart", f"data.train={name}"], ranks=1)
 
 
 def test_a_hub_data_set_names_its_extra(nothing_installed):

@@ -154,6 +154,13 @@ IN_ARGUMENTS = r"""
 | optimizer.learning_rate=.nan | /range
 | run.dir=~/runs | /form
 | data.train=[data.txt,b*.txt] | data.train[1]/no-such-path
+| data.train=[data.txt,s4://bucket/a.jsonl] | data.train[1]/store
+| data.train=s3:// | data.train[0]/store
+| data.train=s3://me:word@bucket/a.jsonl | data.train[0]/store
+| data.validation=https://host/a.jsonl?sig=word | data.validation[0]/store
+| data.validation={a: file:///a.jsonl} | data.validation.a[0]/store
+| data.train=https://host/*.jsonl | data.train[0]/store
+| model.config=null & model.path=s3://bucket/model | model.path/no-such-path
 2 | batch.global_batch_size=60 | /not-a-multiple
 1 | batch.global_batch_size=4 | /not-a-multiple
 8 | batch.micro_batch_size=auto & batch.global_batch_size=60 | /not-a-multiple
