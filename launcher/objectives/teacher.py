@@ -89,62 +89,65 @@ def with_teachers(
     same = {name: shares_tokens(model.tokenizer, path) for name, path in paths.items()}
     # Then each row has the target, too, whose span may be several tokens
     with_target = not all(same.values())
-    teachers: dict[str, list[TeacherRows | None]] = {part: [] for part in parts}
+    # Built if something is to be computed, or to be tokenized otherwise
+    models = {name: functools.cache(functools.partial(build, name)) for name in paths}
+    asked: dict[str, dict[str, _Asked]] = {}
     for number, name in enumerate(paths):
-        # Built if something is to be computed, or to be tokenized otherwise
-        teacher = functools.cache(functools.partial(build, name))
-        asked: dict[str, _Asked] = {}
+        asked[name] = {}
         for part_name, part in parts.items():
             documents, of_part = _trained_documents(part), chosen[part_name]
             if of_part is not None:
                 documents = documents[of_part[documents] == number]
             if not same[name] and len(documents):
-                asked[part_name] = _asked_in_its_tokens(
+                asked[name][part_name] = _asked_in_its_tokens(
                     part,
                     sources[part_name],
                     documents,
                     teacher=settings.key_of(name),
                     path=paths[name],
                     own=model.tokenizer,
-                    traits=teacher().traits,
+                    traits=models[name]().traits,
                     tokenizes=tokenizes,
                 )
             elif of_part is None:
-                asked[part_name] = _Asked(part, documents)
+                asked[name][part_name] = _Asked(part, documents)
             elif len(documents):
                 of_teacher = part.objective.open(
-                    part.store, sources[part_name], teacher().traits, documents=documents
+                    part.store, sources[part_name], models[name]().traits, documents=documents
                 )
-                asked[part_name] = _Asked(of_teacher, documents)
-        if not asked:
+                asked[name][part_name] = _Asked(of_teacher, documents)
+        if not asked[name]:
             what = "no row that is trained has this teacher"
             raise RecipeError(f"{settings.key_of(name)}: {what}; leave it out")
+        for each in asked[name].values() if ranks.rank == 0 else ():
+            _check_coverage(each, settings, teacher=settings.key_of(name))
+    teachers: dict[str, list[TeacherRows | None]] = {part: [] for part in parts}
+    for name in paths:
+        teacher = models.pop(name)
         stored = _predicted(
-            {part: each.dataset for part, each in asked.items()},
+            {part: each.dataset for part, each in asked[name].items()},
             data.data,
             settings,
             files[name],
             teacher,
             predict,
-            vocabulary=_predicted_entries(model, teacher, asked),
+            vocabulary=_predicted_entries(model, teacher, asked[name]),
             with_target=with_target,
             micro_batch_size=micro_batch_size,
             ranks=ranks,
             title=f"teacher {name}" if name else "teacher",
         )
         for part_name, of_part_rows in teachers.items():
-            if (each := asked.get(part_name)) is None:
+            if (found := asked[name].get(part_name)) is None:
                 of_part_rows.append(None)
                 continue
-            counts = targets_of_pieces(each.dataset)
+            counts = targets_of_pieces(found.dataset)
             rows, stored = stored[: counts.sum()], stored[counts.sum() :]
-            found = TeacherRows.of(
-                each.dataset, counts, rows, each.alignment, with_target=with_target
+            of_part_rows.append(
+                TeacherRows.of(
+                    found.dataset, counts, rows, found.alignment, with_target=with_target
+                )
             )
-            of_part_rows.append(found)
-            if each.alignment is not None and ranks.rank == 0:
-                covered = found.coverage(each.documents, key=settings.key_of(name))
-                logger.info(f"teacher: {paths[name]}: {covered}")
         del teacher
         gc.collect()  # its wrapped model is in reference cycles
         if ranks.device.type == "cuda":
@@ -197,9 +200,9 @@ def _teachers_of_documents(
             )
             for document, row, value in rows:
                 if value not in names:
-                    got = f"{value!r}" if value is not None else "nothing"
+                    got = f"got {value!r}" if column in (row.values or {}) else "no such column"
                     what = f"column {column!r} must name one of distillation.teachers"
-                    raise RecipeError(f"{row.where}: {what} ({', '.join(names)}); got {got}")
+                    raise RecipeError(f"{row.where}: {what} ({', '.join(names)}); {got}")
                 numbers[document] = names.index(value)
         found[name] = from_rank_0(numbers, ranks.group)
     return found
@@ -238,11 +241,18 @@ def _asked_in_its_tokens(
     assert own is not None
     files = data.train
     assert isinstance(files, tuple)
-    # What is too long for the teacher alone has predictions up to its end
-    data = replace(data, tokenizer=path, overlong="cut")
-    if hugging_face_tokenizer(path).chat_template:
-        data = replace(data, chat_template=None)
-    store = open_store(files, data, tokenizer=path, model=traits, build=tokenizes)
+    # What is too long for the teacher alone has predictions up to its end, and what it cannot read none
+    data = replace(data, tokenizer=path, overlong="cut", on_error="skip")
+    try:
+        if hugging_face_tokenizer(path).chat_template:
+            data = replace(data, chat_template=None)
+        store = open_store(files, data, tokenizer=path, model=traits, build=tokenizes)
+    except RecipeError as error:
+        lines = [
+            f"{teacher}: with its tokens and its chat template: {problem}"
+            for problem in error.problems
+        ]
+        raise RecipeError(lines) from None
     alignment = align(part.store, store, data, own=own, other_tokenizer=path, key=teacher)
     theirs = alignment.documents[documents]
     theirs = theirs[theirs >= 0]
@@ -250,6 +260,34 @@ def _asked_in_its_tokens(
         raise RecipeError(f"{teacher}: {path} can read none of the rows of the run")
     dataset = part.objective.open(store, data, traits, documents=np.unique(theirs))
     return _Asked(dataset, documents, alignment)
+
+
+def _check_coverage(asked: _Asked, settings: schema.Distillation, *, teacher: str) -> None:
+    """Logs how many targets a teacher with other tokens will have a prediction for. Raises RecipeError if
+    there are none."""
+    if (alignment := asked.alignment) is None:
+        return
+    if skipped := alignment.other.skipped:
+        first = skipped[0]
+        what = f"{len(skipped):,} rows cannot be read with its chat template and have no prediction"
+        logger.warning(f"{teacher}: {what}, such as {first['where']}: {first['problem']}")
+    counts = targets_of_pieces(asked.dataset)
+    unknown = np.broadcast_to(np.zeros(1, top_k_dtype(2)), int(counts.sum()))
+    rows = TeacherRows.of(asked.dataset, counts, unknown, alignment, with_target=True)
+    coverage = rows.coverage(asked.documents)
+    example = alignment.difference(asked.documents)
+    if not coverage.known:
+        what = "none of its texts are those of the run, so that its predictions are of no use"
+        raise RecipeError(f"{teacher}: {what}{example}")
+    logger.info(f"{teacher}: {coverage}")
+    if coverage.share < _LITTLE:
+        rest = 1 - settings.weight
+        what = f"the other targets have the cross-entropy alone, times {rest:g} (1 - weight)"
+        logger.warning(f"{teacher}: only {coverage.share:.1%} have a prediction; {what}{example}")
+
+
+_LITTLE = 0.9
+"""A smaller share of targets with a prediction is a warning."""
 
 
 def _predicted(
@@ -481,6 +519,11 @@ def _check_vocabulary(
     assert settings is not None
     path, key = settings.paths()[name], settings.key_of(name)
     same = None if tokenizer is None else _same_tokens(tokenizer, path)
+    of_ids = all(each.kind == "tokens" for each in recipe.data.sources().values())
+    if tokenizer is not None and same is None and not planned and not of_ids:
+        problem = _tokenizer_problem(path) or _tokenizer_problem(tokenizer)
+        what = f"its tokens cannot be compared with those of the run: {problem}"
+        raise RecipeError(f"{key}: {what}; put the files of its tokenizer there")
     if planned and same is None and recipe.data.kind != "tokens":
         return True  # perhaps a tokenizer is not downloaded yet; training compares them
     family = "choose a teacher of the same family of models"
@@ -497,6 +540,15 @@ def _check_vocabulary(
         what = "they are compared for answers in the data only"
         raise RecipeError(f"{key}: {other}: {what} (distillation.answers: data); or {family}")
     return same
+
+
+def _tokenizer_problem(name: str) -> str:
+    """Why a tokenizer cannot be loaded; empty: it can."""
+    try:
+        hugging_face_tokenizer(name)
+    except RecipeError as error:
+        return str(error).removeprefix("data.tokenizer: ")
+    return ""
 
 
 def shares_tokens(tokenizer: str | None, teacher: str) -> bool:

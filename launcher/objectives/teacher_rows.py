@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,7 @@ from launcher.data.token_alignment import (
     token_texts,
     trained_parts,
 )
-from launcher.data.token_store import TokenStore
+from launcher.data.token_store import TokenStore, origin_of
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError
 from launcher.models.micro_batch import IGNORED
@@ -30,6 +30,8 @@ from launcher.recipe import schema
 CONTINUES, UNKNOWN = -1, -2
 """In place of the id of the target: the token is in the span of an earlier one; the teacher predicts
 nothing there. In place of other ids, CONTINUES: the model has no such token."""
+_SHOWN = 40
+"""Bytes of a text that differs."""
 _COUNTED = 1000
 """Documents of which the share of known targets is logged."""
 
@@ -55,6 +57,34 @@ class Alignment:
         other_start, other_parts = _parts(self.other, int(self.documents[document]))
         own, other = spans_of_parts(parts, other_parts, self.texts)
         return Spans(own + own_start, other + other_start)
+
+    def difference(self, documents: Integers) -> str:
+        """What to say of the first difference between the texts with loss of the first of these
+        documents; empty: there is none."""
+        for document in documents[:_COUNTED].tolist():
+            if (other := int(self.documents[document])) < 0:
+                continue
+            own, theirs = _parts(self.store, document)[1], _parts(self.other, other)[1]
+            if len(own) != len(theirs):
+                where = origin_of(self.store, document).where
+                return (
+                    f": {where} has {len(own)} parts with loss, and {len(theirs)} for the teacher"
+                )
+            for (_, ids), (_, other_ids) in zip(own, theirs, strict=True):
+                texts = [
+                    b"".join(of.texts[id] for id in each if id not in of.special).strip()
+                    for of, each in zip(self.texts, (ids, other_ids), strict=True)
+                ]
+                if texts[0] != texts[1]:
+                    pairs = enumerate(zip(*texts, strict=False))
+                    at = next((n for n, (a, b) in pairs if a != b), min(map(len, texts)))
+                    where = origin_of(self.store, document).where
+                    shown = [text[at : at + _SHOWN].decode(errors="replace") for text in texts]
+                    return (
+                        f": {where} goes on with {shown[0]!r} for the model and {shown[1]!r} for the teacher; "
+                        "data.chat_template_kwargs may make the templates alike, such as {enable_thinking: false}"
+                    )
+        return ""
 
 
 def _parts(store: TokenStore, document: int) -> tuple[int, list[tuple[int, list[int]]]]:
@@ -103,6 +133,33 @@ def _same_rows(store: TokenStore, other: TokenStore) -> Indices:
         return np.arange(store.documents)
     numbers = {origin: number for number, origin in enumerate(other.origins.tolist())}
     return np.array([numbers.get(origin, -1) for origin in store.origins.tolist()], dtype=np.int64)
+
+
+class Coverage(NamedTuple):
+    """How much a teacher with other tokens can say."""
+
+    targets: int
+    known: int
+    """Targets with a prediction."""
+    single: int
+    """Targets with one for themselves alone."""
+    documents: int
+    equal: int
+    """Tokens that the model has, too."""
+    tokens: int
+    """Of the model."""
+
+    @property
+    def share(self) -> float:
+        """The share of the targets with a prediction."""
+        return self.known / max(1, self.targets)
+
+    def __str__(self) -> str:
+        return (
+            f"other tokens, of which {self.equal:,} are among the {self.tokens:,} of the model; "
+            f"{self.share:.1%} of the targets have a prediction, {self.single / max(1, self.targets):.1%} "
+            f"for themselves alone (of the first {self.documents:,} documents)"
+        )
 
 
 @dataclass(frozen=True)
@@ -176,6 +233,9 @@ class TeacherRows:
         begins = np.searchsorted(pieces, pieces)  # the first position of the same piece
         numbers = self.first[pieces] + np.arange(len(positions)) - begins
         known = (positions <= self.starts[pieces] + self.lengths[pieces]) & (positions >= first)
+        # The first token of a document is not predicted by the piece that ends before it
+        documents = np.searchsorted(self.store.offsets, positions, side="right")
+        known &= documents == np.searchsorted(self.store.offsets, self.starts[pieces], side="right")
         found[positions[known] - first] = numbers[known]
         return found
 
@@ -217,9 +277,8 @@ class TeacherRows:
         found[at[:, 0]] = of_spans
         return found
 
-    def coverage(self, documents: Integers, *, key: str) -> str:
-        """How much of the targets of these documents has a prediction of this teacher with other tokens.
-        Raises RecipeError if none has. key: of the recipe, with the teacher."""
+    def coverage(self, documents: Integers) -> Coverage:
+        """Of the targets of the first of these documents, by a teacher with other tokens."""
         assert self.alignment is not None
         targets, known, single = 0, 0, 0
         offsets = self.alignment.store.offsets
@@ -232,11 +291,4 @@ class TeacherRows:
             single += int(((ids >= 0) & ~follows).sum())
         ours = sum(map(bool, self.alignment.texts[0].texts))
         equal = int((self.alignment.ids >= 0).sum())
-        if not known:
-            what = "none of its texts are those of the run, so that its predictions are of no use"
-            raise RecipeError(f"{key}: {what}: compare the chat templates")
-        return (
-            f"other tokens, of which {equal:,} are among the {ours:,} of the model; {known / targets:.1%} "
-            f"of the targets have a prediction, {single / targets:.1%} for themselves alone (of the "
-            f"first {min(len(documents), _COUNTED):,} documents)"
-        )
+        return Coverage(targets, known, single, min(len(documents), _COUNTED), equal, ours)

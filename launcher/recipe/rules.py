@@ -602,9 +602,15 @@ def _teachers(recipe: Recipe) -> Found:
     if not isinstance(train, dict):
         what = "needs distillation.teacher_column, which names the teacher of each row, or a mixture in "
         yield "distillation.teachers", "needs-teacher_column", f"{what}data.train of {names}"
-    elif missing := [name for name in train if name not in settings.teachers]:
-        what = f"has no teacher in distillation.teachers ({names}); give one to each source"
-        yield f"data.train.{missing[0]}", "no-teacher", what
+        return
+    for name in train:
+        if name not in settings.teachers:
+            what = f"has no teacher in distillation.teachers ({names}); give one to each source"
+            yield f"data.train.{name}", "no-teacher", what
+    for name in settings.teachers:
+        if name not in train:
+            what = f"is no source of data.train ({', '.join(train)}); leave it out"
+            yield f"distillation.teachers.{name}", "no-source", what
 
 
 def _rounds(recipe: Recipe) -> Found:

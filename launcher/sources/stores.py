@@ -38,6 +38,8 @@ _MODULES = {
 """What reads the names of a scheme."""
 SCHEMES = ", ".join(f"{scheme}://" for scheme in _MODULES)
 _WEB = ("https", "http")
+_HUB_PAGE = r"(?:huggingface\.co|hf\.co)/(?:datasets/)?([^/]+/[^/]+)"
+"""A page of a model or data set, whose files have `/resolve/` in their addresses."""
 _SECRETS = {
     *("x-amz-signature", "x-amz-credential", "x-amz-security-token", "x-goog-signature"),
     *("x-goog-credential", "awsaccesskeyid", "signature", "sig", "token", "access_token", "key"),
@@ -125,6 +127,8 @@ def problem_of(name: str) -> str | None:
         return f"{shown}: {what}"
     if name != f"{scheme}://{_rest(name)}" or not _rest(name).strip("/"):
         return f"{shown}: must be {scheme}://BUCKET/KEY, in small letters before ://"
+    if scheme in _WEB and (page := re.match(_HUB_PAGE, _rest(name))) and "/resolve/" not in name:
+        return f"no such file: {shown}: that is an address of the hub; write {page[1]}"
     if scheme in _WEB and _is_pattern(urlsplit(name).path):
         return f"{shown}: a web server lists no files; name each one"
     return None

@@ -1,6 +1,7 @@
 """The loss of distillation against full logits, without chunks, and the predictions of a teacher."""
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
@@ -9,6 +10,9 @@ import transformers
 from torch.nn.functional import cross_entropy, kl_div
 
 from launcher.data.collation import Collated
+from launcher.data.packing import separate
+from launcher.data.token_alignment import TokenTexts, equal_tokens
+from launcher.data.token_store import TokenStore
 from launcher.errors import RecipeError
 from launcher.models import head as head_module
 from launcher.models.build import build_model
@@ -19,12 +23,14 @@ from launcher.models.record import record_of
 from launcher.objectives import kept_files
 from launcher.objectives.distillation import Distillation as Objective
 from launcher.objectives.distillation import collate_distilled, teacher_top_k, token_losses
-from launcher.objectives.teacher import targets_of_sequences
+from launcher.objectives.teacher import targets_of_pieces, targets_of_sequences
+from launcher.objectives.teacher_rows import CONTINUES, UNKNOWN, Alignment, TeacherRows
 from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan
 from launcher.recipe import schema
 from launcher.recipe.schema import Distillation, Model
 from launcher.training.model import prepare_model, prepare_teacher
+from tests.datasets import dataset_of
 
 VOCABULARY, TOKENS = 300, 24
 
@@ -387,3 +393,42 @@ def test_spans_of_one_token_are_those_of_gold():
     matched.backward()
     assert matched.item() == pytest.approx(0.754294753, rel=1e-6)
     assert logits.grad.norm().item() == pytest.approx(0.152299806, rel=1e-5)
+
+
+def rows_of_teacher(store, length, alignment=None, *, with_target=True):
+    """A teacher whose row about a target has the target's number among all targets as its logarithm."""
+    made = dataset_of(store, separate(store.offsets, length), length)
+    counts = targets_of_pieces(made)
+    rows = np.zeros(counts.sum(), dtype=kept_files.top_k_dtype(2))
+    rows["log_probability"][:, 0] = np.arange(len(rows))
+    positions = [at for a, b in itertools.pairwise(store.offsets) for at in range(a + 1, b)]
+    rows["id"][:, 0] = store.ids[positions]
+    return TeacherRows.of(made, counts, rows, alignment, with_target=with_target)
+
+
+def test_the_first_token_of_a_document_is_not_predicted():
+    """Though the document before it ends there, whose last token has no target."""
+    ids = np.arange(1, 11, dtype=np.int32)
+    store = TokenStore(ids, None, np.array([0, 4, 7, 10]))
+    rows = rows_of_teacher(store, 8)
+    assert rows._numbers(0, 10).tolist() == [-1, 0, 1, 2, -1, 3, 4, -1, 5, 6]
+    found = rows.of_targets(1, 4, 7)
+    assert found["id"][:, 0].tolist() == [UNKNOWN, 6, 7]
+
+
+def test_a_teacher_without_a_beginning_of_text_does_not_predict_its_first_token():
+    """The model has such a token, so its first target is the first token of the text."""
+    texts = TokenTexts([b"<s>", b"ab", b"c", b"d"], frozenset({0}), frozenset())
+    other = TokenTexts([b"ab", b"cd", b"c", b"d"], frozenset(), frozenset())
+    store = TokenStore(np.array([0, 1, 2, 3] * 2, dtype=np.int32), None, np.array([0, 4, 8]))
+    theirs = TokenStore(np.array([0, 1] * 2, dtype=np.int32), None, np.array([0, 2, 4]))
+    ids = equal_tokens(texts, other, ends={})
+    alignment = Alignment(store, theirs, np.arange(2), (texts, other), ids)
+    rows = rows_of_teacher(theirs, 2, alignment)
+    for document in (0, 1):
+        found = rows.of_targets(document, 4 * document + 1, 4 * document + 4)
+        assert found["id"][:, 0].tolist() == [UNKNOWN, 2, CONTINUES]
+        assert found["log_probability"][1, 0] == document
+    assert alignment.difference(np.arange(2)) == ""
+    coverage = rows.coverage(np.arange(2))
+    assert (coverage.targets, coverage.known, coverage.single) == (6, 4, 0)

@@ -292,7 +292,7 @@ IN_ARGUMENTS = r"""
 | distillation={teachers: {a: c/d}} | distillation.teachers/needs-teacher_column
 | distillation={teachers: {}} | distillation.teachers/empty
 | distillation={teachers: {a b: c/d}} | distillation.teachers.a b/form
-| distillation={teachers: {b: c/d}} & data.train={a: {files: [data.txt]}} | data.train.a/no-teacher
+| distillation={teachers: {b: c/d}} & data.train={a: {files: [data.txt]}} | distillation.teachers.b/no-source & data.train.a/no-teacher
 | distillation={teachers: {a: nowhere}, teacher_column: by} | distillation.teachers.a/no-such-path
 | @teach & distillation.teacher_column=by | distillation.teacher_column/needs-distillation.teachers
 | @round & distillation.teacher=null & distillation.teachers={a: c/d} & distillation.teacher_column=by | distillation.teachers/needs-distillation.answers
