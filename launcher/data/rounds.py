@@ -147,16 +147,17 @@ def round_data(
     rows: Path,
     *,
     objective: SampleMaker,
+    unused: str | None,
     model: ModelTraits,
     build: bool,
 ) -> RunData:
     """The data of the run as it trains a round, from its own position on. rows: the file of the
-    round, whose tokens are kept in its folder. build: see `open_dataset`. Raises TrainingError if
-    the rows are not those of the round."""
+    round, whose tokens are kept in its folder. unused: a column of them beside ids and answers. build: see
+    `open_dataset`. Raises TrainingError if the rows are not those of the round."""
     section = schema.Data(
         kind="tokens",
         train=(str(rows),),
-        ignore_columns=("sample", "answer"),
+        ignore_columns=("sample", "answer", *([] if unused is None else [unused])),
         sequence_length=data.data.sequence_length,
         packing=False,
         cache=str(rows.parent / "tokens"),

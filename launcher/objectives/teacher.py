@@ -45,6 +45,7 @@ from launcher.objectives.sweeps import rows_in_order
 from launcher.objectives.teacher_rows import Alignment, TeacherRows, align
 from launcher.recipe import schema
 from launcher.recipe.schema import Recipe
+from launcher.sources.hub import model_folder
 from launcher.strategies.base import WrappedModel
 
 if TYPE_CHECKING:
@@ -523,7 +524,10 @@ def _check_vocabulary(
     if tokenizer is not None and same is None and not planned and not of_ids:
         problem = _tokenizer_problem(path) or _tokenizer_problem(tokenizer)
         what = f"its tokens cannot be compared with those of the run: {problem}"
-        raise RecipeError(f"{key}: {what}; put the files of its tokenizer there")
+        if _has_tokenizer(path) or own != of_teacher:
+            raise RecipeError(f"{key}: {what}; put the files of its tokenizer there")
+        what = "there is no tokenizer, and its ids are taken for those of the run, of which there are as many"
+        logger.warning(f"{key}: {path}: {what}")
     if planned and same is None and recipe.data.kind != "tokens":
         return True  # perhaps a tokenizer is not downloaded yet; training compares them
     family = "choose a teacher of the same family of models"
@@ -540,6 +544,12 @@ def _check_vocabulary(
         what = "they are compared for answers in the data only"
         raise RecipeError(f"{key}: {other}: {what} (distillation.answers: data); or {family}")
     return same
+
+
+def _has_tokenizer(name: str) -> bool:
+    """Whether a folder or hub model has files of a tokenizer."""
+    folder = model_folder(name, key="distillation.teacher", weights=False)
+    return any("token" in file.name or file.name.startswith("vocab") for file in folder.iterdir())
 
 
 def _tokenizer_problem(name: str) -> str:

@@ -209,7 +209,6 @@ NEEDS: tuple[Needs, ...] = (
         "data.mixture_unit=rows data.mixture_unit=tokens data.mixture_stages", "data.builder", False
     ),
     Needs("distillation.teacher_column", "distillation.teachers", True),
-    Needs("distillation.teachers", "distillation.answers", "data"),
     Needs("distillation.rounds", "distillation.answers", "student endpoint folder"),
     Needs("distillation.answers", "data.kind", _kinds(lambda kind: kind.loss_on == "answers")),
     Needs("distillation.answers", "data.loss_on", "assistant last"),
@@ -596,7 +595,11 @@ def _teachers(recipe: Recipe) -> Found:
         what = "needs one teacher, or several by name in distillation.teachers, not both"
         yield "distillation.teacher", "one-of", what
         return
-    if settings.teachers is None or settings.teacher_column is not None:
+    column = settings.teacher_column
+    if settings.answers != "data" and column in ("sample", "answer", "input_ids", "labels"):
+        what = f"the rows of rounds have a column {column}; give the teachers another one"
+        yield "distillation.teacher_column", "of-rounds", what
+    if settings.teachers is None or column is not None:
         return
     names = ", ".join(settings.teachers)
     if not isinstance(train, dict):

@@ -698,7 +698,8 @@ class Distillation(Section):
     """Several of them by name, in place of teacher. Each row has one: that with the name of its source
     in the mixture data.train, or in the column teacher_column."""
     teacher_column: Text | None = None
-    """Column of the rows with the name of the teacher; null: of the source."""
+    """Column of the rows with the name of the teacher; null: of the source. Not `sample`, `answer`,
+    `input_ids` or `labels`, which are columns of rounds."""
     top_k: PositiveInt = 64
     """Most probable tokens that are kept of each prediction, at 8 bytes. All others count as one
     token, whose probability is the sum of theirs."""

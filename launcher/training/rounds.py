@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from launcher.console import seconds_as_text, task
 from launcher.data.dataset import SequenceDataset
 from launcher.data.rounds import Prompt, Round, RoundPrompts, round_at, round_bounds, round_data
 from launcher.data.run_data import RunData
+from launcher.data.token_store import values_of_documents
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.distributed.process_group import from_rank_0, gather
 from launcher.errors import RecipeError, TrainingError
@@ -53,6 +54,7 @@ class Rounds:
     """The rounds of a run. Every rank has them, and makes the same calls."""
 
     settings: schema.Distillation
+    data: schema.Data
     batch: schema.Batch
     seed: int
     folder: Path
@@ -100,6 +102,7 @@ class Rounds:
                 part,
                 file.path,
                 objective=self.objective.with_seed(self.seed),
+                unused=self.settings.teacher_column,
                 model=self.about.model,
                 build=self.about.tokenizes,
             )
@@ -116,10 +119,12 @@ class Rounds:
 
     def _teacher_files(self, number: int) -> dict[str, TeacherFile]:
         assert isinstance(self.about.file, dict)
-        return {
-            name: replace(file, path=self.folder / f"round_{number:04}_top_k.npy")
-            for name, file in self.about.file.items()
-        }
+        files = {}
+        for name, file in self.about.file.items():
+            of = f"_{name}" if name else ""
+            path = self.folder / f"round_{number:04}{of}_top_k.npy"
+            files[name] = replace(file, path=path)
+        return files
 
     def _describe(self, part: Round, dataset: SequenceDataset) -> Json:
         """What the answers of a round depend on beside the weights."""
@@ -155,7 +160,8 @@ class Rounds:
                 found = self._by_endpoint(part, prompts, done)
             case _:
                 found = self._from_folder(part, prompts, done)
-        rows = self._rows(found, part, prompts, done)
+        names = self._teacher_names(prompts) if ranks.rank == 0 else {}
+        rows = self._rows(found, part, prompts, done, names)
         if ranks.rank == 0:
             file.write(rows, len(prompts), about, done=done)
         for _ in rows:  # the other ranks; none is left on rank 0
@@ -164,10 +170,26 @@ class Rounds:
         if ranks.rank == 0:
             logger.info(f"{title}: answered in {seconds_as_text(time.monotonic() - started)}")
 
+    def _teacher_names(self, prompts: RoundPrompts) -> dict[int, Any]:
+        """What the rows say in distillation.teacher_column, by where their documents begin; empty: there is
+        one teacher."""
+        column, store = self.settings.teacher_column, prompts.dataset.store
+        if column is None:
+            return {}
+        [source] = self.data.sources().values()
+        rows = values_of_documents(store, source, column, tokenizer=self.about.model.tokenizer)
+        return {int(store.offsets[document]): value for document, _, value in rows}
+
     def _rows(
-        self, found: Iterator[Answers], part: Round, prompts: RoundPrompts, done: int
+        self,
+        found: Iterator[Answers],
+        part: Round,
+        prompts: RoundPrompts,
+        done: int,
+        teachers: Mapping[int, Any],
     ) -> Iterator[list[Json]]:
-        """The rows of kind tokens, from answers in the order of the prompts."""
+        """The rows of kind tokens, from answers in the order of the prompts. teachers: the value of
+        distillation.teacher_column by where a document begins."""
         decode = self._tokenizer.decode
         for answers in found:
             rows: list[Json] = []
@@ -181,6 +203,9 @@ class Rounds:
                         "labels": [*[IGNORED] * len(prompt.ids), *answer],
                     }
                 )
+                if prompt.start in teachers:
+                    assert self.settings.teacher_column is not None
+                    rows[-1][self.settings.teacher_column] = teachers[prompt.start]
                 done += 1
             yield rows
 

@@ -275,6 +275,7 @@ def assemble(
         assert run_dir is not None
         rounds = Rounds(
             distillation,
+            recipe.data,
             recipe.batch,
             recipe.run.seed,
             run_dir / "rounds",

@@ -155,6 +155,25 @@ def test_dropout_draws_the_same_numbers(folder):
 
 
 @pytest.mark.long
+def test_each_prompt_has_its_teacher(folder):
+    """Two names of one teacher train as the teacher; another teacher trains otherwise."""
+    rows = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
+    by = [row | {"by": "even" if number % 2 == 0 else "odd"} for number, row in enumerate(rows)]
+    write_lines(folder / "by.jsonl", by)
+    words = ["data.train=[by.jsonl]", "distillation.teacher=null", "distillation.teacher_column=by"]
+    train(folder, "by", *words, "distillation.teachers={odd: teacher, even: teacher}")
+    assert_close(lines(folder, "by"), lines(folder, "whole"))
+    assert [*(folder / "runs/by/rounds").glob("round_0003_odd_top_k.npy")]
+    assert not [*(folder / "runs/by/rounds").glob("round_0002_*_top_k.npy")]
+    made = [json.loads(line) for line in rounds_of(folder, "by")[0].splitlines()]
+    assert {row["by"] for row in made} == {"even", "odd"}
+    train(folder, "other", *words, "distillation.teachers={odd: start, even: teacher}")
+    first, second = (lines(folder, name)[1, True] for name in ("by", "other"))
+    assert first["cross_entropy"] == pytest.approx(second["cross_entropy"], rel=1e-5)
+    assert abs(first["kl"] - second["kl"]) > 1e-3
+
+
+@pytest.mark.long
 def test_answers_do_not_depend_on_the_number_of_ranks(folder):
     """Those of the first round to the bit. A run that goes on with another number of ranks has the
     answers that are there, and trains to the same losses but for rounding."""

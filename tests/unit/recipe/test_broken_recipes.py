@@ -295,7 +295,7 @@ IN_ARGUMENTS = r"""
 | distillation={teachers: {b: c/d}} & data.train={a: {files: [data.txt]}} | distillation.teachers.b/no-source & data.train.a/no-teacher
 | distillation={teachers: {a: nowhere}, teacher_column: by} | distillation.teachers.a/no-such-path
 | @teach & distillation.teacher_column=by | distillation.teacher_column/needs-distillation.teachers
-| @round & distillation.teacher=null & distillation.teachers={a: c/d} & distillation.teacher_column=by | distillation.teachers/needs-distillation.answers
+| @round & distillation.teacher=null & distillation.teachers={a: c/d} & distillation.teacher_column=labels | distillation.teacher_column/of-rounds
 | distillation.teacher=nowhere | /no-such-path
 | @teach & distillation.top_k=0 | /range
 | @teach & distillation.temperature=0 | /range

@@ -149,8 +149,8 @@ def test_the_unit_of_the_shares(tmp_path, unit):
         "rows": rows,
         "tokens": {n: 1 / t for n, t in tokens.items()},
     }
-    weights = per_row[unit]
-    assert mixture.shares == pytest.approx([w / sum(weights.values()) for w in weights.values()])
+    first, second = per_row[unit]["a"], per_row[unit]["b"]
+    assert mixture.shares == pytest.approx([first / (first + second), second / (first + second)])
 
 
 def test_the_weight_of_a_chat(tmp_path):
