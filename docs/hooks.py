@@ -74,8 +74,8 @@ def _section_of(key: dict[str, Any]) -> str | None:
     """The name (in the schema's `$defs`) of the section that a key may contain, if any."""
     if "$ref" in key:
         return str(key["$ref"]).rpartition("/")[2]
-    inside = key.get("additionalProperties")
-    kinds = [*key.get("anyOf", []), *([inside] if isinstance(inside, dict) else [])]
+    inside = (key.get("additionalProperties"), key.get("items"))
+    kinds = [*key.get("anyOf", []), *(each for each in inside if isinstance(each, dict))]
     return next((name for name in map(_section_of, kinds) if name is not None), None)
 
 

@@ -18,7 +18,16 @@ from pydantic import TypeAdapter, ValidationError
 from launcher.errors import closest, suggestion
 from launcher.recipe import schema
 from launcher.recipe.other_names import FILES_OF_A_SOURCE, answer_to
-from launcher.recipe.schema import Batch, Data, Model, ParameterGroup, Recipe, Run, Source
+from launcher.recipe.schema import (
+    Batch,
+    Data,
+    MixtureStage,
+    Model,
+    ParameterGroup,
+    Recipe,
+    Run,
+    Source,
+)
 from launcher.recipe.section import Section
 
 KeyPath = tuple[str | int, ...]
@@ -98,8 +107,8 @@ def keys(section: type[Section] = Recipe, path: tuple[str, ...] = ()) -> Iterato
     for name in section.__dataclass_fields__:
         yield (*path, name)
         inner = subsection(section, name)
-        # The keys of a Source lie below a name that the user chooses, those of a group below a number
-        if inner not in (None, Source, ParameterGroup):
+        # The keys of a Source lie below a name that the user chooses, those of a group or stage below a number
+        if inner not in (None, Source, ParameterGroup, MixtureStage):
             assert inner is not None
             yield from keys(inner, (*path, name))
 

@@ -399,6 +399,8 @@ def rows_of(capsys, step):
     assert run(["rows", "run", f"step={step}"]) == 0
     first, _, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith(f"step {step}: ")
+    if lines[-1].startswith("shares of the "):  # of a mixture with weights
+        del lines[-1]
     return [
         re.fullmatch(
             r" *(\d+) +((?:\S+ of )?\S+)  (\S+(?: row number \d+| row \d+)?) *(.*)", line
