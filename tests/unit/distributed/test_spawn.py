@@ -46,7 +46,8 @@ def test_a_forked_process_does_not_collect_the_garbage_of_its_parent(tmp_path):
 def test_torchrun_is_ended_without_a_traceback(tmp_path):
     """`launcher selftest` ends it after Ctrl-C."""
     rank = tmp_path / "rank.py"
-    rank.write_text("import time\nprint('ready', flush=True)\ntime.sleep(1000)")
+    # torchrun leaves a rank behind if it gets the signal while it starts this rank
+    rank.write_text("import time\ntime.sleep(2)\nprint('ready', flush=True)\ntime.sleep(1000)")
     process = subprocess.Popen(
         [*TORCHRUN, "--nproc-per-node=1", rank],
         stdout=subprocess.PIPE,
