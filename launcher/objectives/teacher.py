@@ -92,15 +92,15 @@ def with_teachers(
     with_target = not all(same.values())
     # Built if something is to be computed, or to be tokenized otherwise
     models = {name: functools.cache(functools.partial(build, name)) for name in paths}
-    asked: dict[str, dict[str, _Asked]] = {}
+    read: dict[str, dict[str, _TeacherData]] = {}
     for number, name in enumerate(paths):
-        asked[name] = {}
+        read[name] = {}
         for part_name, part in parts.items():
             documents, of_part = _trained_documents(part), chosen[part_name]
             if of_part is not None:
                 documents = documents[of_part[documents] == number]
             if not same[name] and len(documents):
-                asked[name][part_name] = _asked_in_its_tokens(
+                read[name][part_name] = _data_in_its_tokens(
                     part,
                     sources[part_name],
                     documents,
@@ -111,35 +111,35 @@ def with_teachers(
                     tokenizes=tokenizes,
                 )
             elif of_part is None:
-                asked[name][part_name] = _Asked(part, documents)
+                read[name][part_name] = _TeacherData(part, documents)
             elif len(documents):
                 of_teacher = part.objective.open(
                     part.store, sources[part_name], models[name]().traits, documents=documents
                 )
-                asked[name][part_name] = _Asked(of_teacher, documents)
-        if not asked[name]:
+                read[name][part_name] = _TeacherData(of_teacher, documents)
+        if not read[name]:
             what = "no row that is trained has this teacher"
             raise RecipeError(f"{settings.key_of(name)}: {what}; leave it out")
-        for each in asked[name].values() if ranks.rank == 0 else ():
+        for each in read[name].values() if ranks.rank == 0 else ():
             _check_coverage(each, settings, teacher=settings.key_of(name))
     teachers: dict[str, list[TeacherRows | None]] = {part: [] for part in parts}
     for name in paths:
         teacher = models.pop(name)
         stored = _predicted(
-            {part: each.dataset for part, each in asked[name].items()},
+            {part: each.dataset for part, each in read[name].items()},
             data.data,
             settings,
             files[name],
             teacher,
             predict,
-            vocabulary=_predicted_entries(model, teacher, asked[name]),
+            vocabulary=_predicted_entries(model, teacher, read[name]),
             with_target=with_target,
             micro_batch_size=micro_batch_size,
             ranks=ranks,
             title=f"teacher {name}" if name else "teacher",
         )
         for part_name, of_part_rows in teachers.items():
-            if (found := asked[name].get(part_name)) is None:
+            if (found := read[name].get(part_name)) is None:
                 of_part_rows.append(None)
                 continue
             counts = targets_of_pieces(found.dataset)
@@ -210,8 +210,8 @@ def _teachers_of_documents(
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """What a teacher predicts."""
+class _TeacherData:
+    """The rows of a part of the data that one teacher reads."""
 
     dataset: SequenceDataset
     documents: Integers
@@ -225,7 +225,7 @@ def _trained_documents(dataset: SequenceDataset) -> Integers:
     return np.unique(np.searchsorted(dataset.store.offsets, starts, side="right") - 1)
 
 
-def _asked_in_its_tokens(
+def _data_in_its_tokens(
     part: SequenceDataset,
     data: schema.Data,
     documents: Integers,
@@ -235,7 +235,7 @@ def _asked_in_its_tokens(
     own: str | None,
     traits: ModelTraits,
     tokenizes: bool,
-) -> _Asked:
+) -> _TeacherData:
     """These documents of the run as the tokenizer of the teacher and its chat template write them.
     teacher: its key in the recipe. own: the tokenizer of the run. Raises RecipeError if the tokens
     cannot be compared."""
@@ -260,23 +260,23 @@ def _asked_in_its_tokens(
     if not len(theirs):
         raise RecipeError(f"{teacher}: {path} can read none of the rows of the run")
     dataset = part.objective.open(store, data, traits, documents=np.unique(theirs))
-    return _Asked(dataset, documents, alignment)
+    return _TeacherData(dataset, documents, alignment)
 
 
-def _check_coverage(asked: _Asked, settings: schema.Distillation, *, teacher: str) -> None:
+def _check_coverage(read: _TeacherData, settings: schema.Distillation, *, teacher: str) -> None:
     """Logs how many targets a teacher with other tokens will have a prediction for. Raises RecipeError if
     there are none."""
-    if (alignment := asked.alignment) is None:
+    if (alignment := read.alignment) is None:
         return
     if skipped := alignment.other.skipped:
         first = skipped[0]
         what = f"{len(skipped):,} rows cannot be read with its chat template and have no prediction"
         logger.warning(f"{teacher}: {what}, such as {first['where']}: {first['problem']}")
-    counts = targets_of_pieces(asked.dataset)
+    counts = targets_of_pieces(read.dataset)
     unknown = np.broadcast_to(np.zeros(1, top_k_dtype(2)), int(counts.sum()))
-    rows = TeacherRows.of(asked.dataset, counts, unknown, alignment, with_target=True)
-    coverage = rows.coverage(asked.documents)
-    example = alignment.difference(asked.documents)
+    rows = TeacherRows.of(read.dataset, counts, unknown, alignment, with_target=True)
+    coverage = rows.coverage(read.documents)
+    example = alignment.difference(read.documents)
     if not coverage.known:
         what = "none of its texts are those of the run, so that its predictions are of no use"
         raise RecipeError(f"{teacher}: {what}{example}")
@@ -341,11 +341,11 @@ def _predicted(
 
 
 def _predicted_entries(
-    model: ModelTraits, teacher: Callable[[], TeacherModel], asked: Mapping[str, _Asked]
+    model: ModelTraits, teacher: Callable[[], TeacherModel], read: Mapping[str, _TeacherData]
 ) -> int:
     """The entries of the teacher's vocabulary that may be predicted: those that the model has, or of
     another tokenizer the tokens that it knows."""
-    alignment = next(iter(asked.values())).alignment
+    alignment = next(iter(read.values())).alignment
     if alignment is None:
         return model.vocabulary or 0
     return min(teacher().traits.vocabulary or 0, len(alignment.texts[1].texts))
