@@ -25,6 +25,7 @@ from launcher.data.columns import (
     read_value,
     read_weights,
 )
+from launcher.data.coordinates import joined
 from launcher.data.documents import Document, Encoded
 from launcher.data.messages import (
     Chat,
@@ -449,6 +450,7 @@ def _encode_prompted(encoder: Encoder, batch: list[_Prompted]) -> Iterator[Docum
             first_length=first,
             margin=row.margin,
             attachments=join_attachments([each.attachments for each in answers], [0, first]),
+            coordinates=joined(each.coordinates for each in answers),
         )
 
 
