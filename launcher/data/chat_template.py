@@ -22,7 +22,7 @@ import numpy as np
 
 from launcher.data.attachments import Attachments, Placed, attachment_table
 from launcher.data.columns import HALF_PAIR
-from launcher.data.coordinates import Located
+from launcher.data.coordinates import Located, Objects
 from launcher.data.documents import Document
 from launcher.data.messages import (
     REASONING,
@@ -130,6 +130,8 @@ class Rendered:
     """In the order of their places, of each kind."""
     coordinates: Located | None = None
     """What the coordinates in the text are; None: there are none."""
+    objects: Objects | None = None
+    """What the marks of objects stand for; None: the row has none."""
 
     def expanded(
         self, placeholder: str, texts: Sequence[str], attachments: Iterable[Placed]
@@ -242,6 +244,7 @@ class ChatTemplate:
             rendered.text.encode()
         except UnicodeEncodeError:
             raise RowError(f"the conversation {HALF_PAIR}") from None
+        rendered = replace(rendered, objects=chat.objects)
         for modality, sources in chat.attached:
             rendered = modality.expand(rendered, sources)
         weighted = chat.weights is not None or chat.part_weights is not None

@@ -8,10 +8,12 @@ mean something else to the model.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from launcher.errors import RowError
 
@@ -27,6 +29,10 @@ Size = tuple[int, int]
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _BETWEEN = re.compile(r"""(?:[\[\](),\s"']|\\[ntr]|\\)*""")
 """What stands between numbers, also in JSON that is a text of JSON."""
+_RUN = re.compile(r"""[\[\](),\s"'\\0-9.+\-eEntr]*""")
+"""The characters of a list of numbers: another one ends the search for its end."""
+_LONGEST_VALUE = 200
+"""Characters of another value than a list, in which numbers are looked for."""
 _KEY = re.compile(r"""(?<![/\w])(bbox_2d|point_2d)[\\"']*\s*[:>](?:\s|\\[ntr])*[\\"']*""")
 """Begins coordinates: as a key of JSON, or as the name of a parameter of a call (Qwen3.5)."""
 _MARKS = re.compile(
@@ -48,6 +54,8 @@ _OTHERS = re.compile(r"""[\\"']bbox[\\"']|<\|begin_of_box\|>\s*\[|<bbox>|<loc\d{
 _SLACK = 0.01
 """How far coordinates may be outside of an image, as a part of its side: boxes of objects at its edge
 are rounded. At least two pixels."""
+_LARGEST = 1e9
+"""More than any coordinate; NaN is not less, either."""
 FORMS = ("pixels_of_file", "pixels_of_model", "thousandths", "fractions")
 """The fields of `Located` that say what the numbers could be."""
 
@@ -94,7 +102,7 @@ class SizedImage(NamedTuple):
 def located(rendered: Rendered, images: Sequence[SizedImage], own: Unit | None) -> Located | None:
     """What the coordinates in a text could be; None: it has none, or they mean the same for the model
     because their images keep their sizes. own: what the model was trained with; None: not known."""
-    groups, unread = _groups_of(rendered.text)
+    groups, unread = _groups_of(rendered)
     scaled = [image for image in images if image.file != image.seen]
     if not images or not (groups or unread) or (own != "thousandths" and not scaled):
         return None
@@ -126,7 +134,7 @@ def converted(rendered: Rendered, images: Sequence[SizedImage], unit: Unit, own:
     in the one before. Raises RowError if several images of different sizes are there, and for numbers
     that cannot be what `unit` says.
     """
-    groups, unread = _groups_of(rendered.text)
+    groups, unread = _groups_of(rendered)
     if not images or not (groups or unread):
         return rendered
     edits = list[tuple[int, int, str]]()
@@ -139,19 +147,111 @@ def converted(rendered: Rendered, images: Sequence[SizedImage], unit: Unit, own:
                 "belong to each of them; show one image in a message, or write the numbers that the "
                 "model knows into all rows and set images.coordinates=null"
             )
-        sides = {"pixels": image.file, "thousandths": (1000, 1000), "fractions": (1, 1)}[unit]
-        _check(group, sides, image, unit)
+        sides = _sides(image, unit)
+        _check(group, sides, image, f"images.coordinates: {unit}")
         if unit == own == "thousandths":
             continue
-        seen = image.seen or image.file
-        most = (1000, 1000) if own == "thousandths" else (seen[0] - 1, seen[1] - 1)
-        whole = (1000, 1000) if own == "thousandths" else seen
-        for index, (span, value) in enumerate(zip(group.spans, group.values, strict=True)):
-            axis = index % 2
-            made = round(value * whole[axis] / sides[axis])
-            edits.append((*span, str(min(max(made, 0), most[axis]))))
+        made = _scaled(group.values, sides, image, own)
+        edits += [(*span, str(number)) for span, number in zip(group.spans, made, strict=True)]
     found = Located(int(bool(groups)), int(unread))
     return replace(rendered.with_edits(edits), coordinates=found)
+
+
+class Objects(NamedTuple):
+    """What stands in the places of `<ref-object>` and `<bbox>` in the texts of a row (ms-swift)."""
+
+    column: str
+    references: list[str]
+    boxes: list[list[float]]
+    """Of each, x and y in turn."""
+    images: list[int]
+    """The number of the image of each box, from 0."""
+    unit: Unit
+
+
+OBJECT_MARKS = ("<ref-object>", "<bbox>")
+
+
+def read_objects(value: object, column: str) -> Objects:
+    """The objects in a column: `{"ref": [...], "bbox": [...], "bbox_type": "real" | "norm1",
+    "image_id": [...]}`, also as JSON. Without bbox_type boxes are pixels of the file, and without
+    image_id they belong to the first image. Raises RowError."""
+    what = f"column {column!r}"
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if not isinstance(value, Mapping):
+        raise RowError(
+            f'{what} must be an object such as {{"ref": ["a cat"], "bbox": [[1, 2, 3, 4]]}}'
+        )
+    units: dict[object, Unit] = {None: "pixels", "real": "pixels", "norm1": "fractions"}
+    lists: list[Any] = [value.get(key) or [] for key in ("ref", "bbox", "image_id")]
+    references, boxes, numbers = lists
+    if (kind := value.get("bbox_type")) not in units:
+        raise RowError(f"{what}: bbox_type must be real or norm1; got {kind!r}")
+    if not isinstance(references, list) or not all(isinstance(one, str) for one in references):
+        raise RowError(f"{what}: ref must be a list of texts")
+    if not isinstance(boxes, list) or not all(map(_is_box, boxes)):
+        raise RowError(f"{what}: bbox must be a list of lists of 2, 4 or 8 numbers")
+    if not isinstance(numbers, list) or not all(type(one) is int for one in numbers):
+        raise RowError(f"{what}: image_id must be a list of whole numbers")
+    if len(numbers) > len(boxes):
+        raise RowError(
+            f"{what}: image_id has {len(numbers)} numbers for {len(boxes)} boxes of bbox"
+        )
+    of_images = [*numbers, *[0] * (len(boxes) - len(numbers))]
+    values = [[float(one) for one in box] for box in boxes]
+    return Objects(column, references, values, of_images, units[kind])
+
+
+def _is_box(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) in (2, 4, 8)
+        and all(type(one) in (int, float) and abs(one) < _LARGEST for one in value)
+    )
+
+
+def with_objects(
+    rendered: Rendered, images: Sequence[SizedImage], own: Unit, texts: tuple[str, str]
+) -> Rendered:
+    """The conversation with its objects in the places of their marks. texts: how a model writes a
+    reference and a box; in JSON both are plain. Raises RowError if their numbers do not agree, or for
+    boxes that are outside of their images."""
+    objects, text = rendered.objects, rendered.text
+    assert objects is not None
+    what = f"column {objects.column!r}"
+    counts = len(objects.references), len(objects.boxes)
+    for mark, count in zip(OBJECT_MARKS, counts, strict=True):
+        if text.count(mark) != count:
+            shown = f"the text of the conversation shows {mark} {text.count(mark)} times"
+            raise RowError(f"{what} has {count} for {mark}, and {shown}")
+    references, boxes = iter(objects.references), zip(objects.boxes, objects.images, strict=True)
+    edits = list[tuple[int, int, str]]()
+    for match in re.finditer("|".join(OBJECT_MARKS), text):
+        before = text[max(0, match.start() - 100) : match.start()]
+        if match[0] == OBJECT_MARKS[0]:
+            reference, form = next(references), "{ref}"
+            if before.endswith('"'):
+                reference = json.dumps(reference, ensure_ascii=False)[1:-1]
+            elif not before.endswith("'"):
+                form = texts[0]
+            edits.append((*match.span(), form.format(ref=reference)))
+            continue
+        values, number = next(boxes)
+        if not 0 <= number < len(images):
+            raise RowError(
+                f"{what}: image_id {number} is no image of the row, which has {len(images)}"
+            )
+        image = images[number]
+        group, sides = _Group("bbox", match.start(), [], values), _sides(image, objects.unit)
+        source = "norm1" if objects.unit == "fractions" else "real"
+        _check(group, sides, image, f"bbox_type: {source} in {what}")
+        made = _scaled(values, sides, image, own)
+        pairs = ",".join(f"({x},{y})" for x, y in zip(made[::2], made[1::2], strict=True))
+        form = "{list}" if re.search(r"""["']\s*:[\s\[]*$""", before) else texts[1]
+        edits.append((*match.span(), form.format(list=made, pairs=pairs)))
+    return rendered.with_edits(edits)
 
 
 def joined(found: Iterable[Located | None]) -> Located | None:
@@ -219,9 +319,12 @@ def _rows(count: int) -> str:
     return "1 row holds" if count == 1 else f"{count:,} rows hold"
 
 
-def _groups_of(text: str) -> tuple[list[_Group], bool]:
+def _groups_of(rendered: Rendered) -> tuple[list[_Group], bool]:
     """The coordinates in a text, in their order; and whether it has others that are not read."""
-    groups, unread = list[_Group](), _OTHERS.search(text) is not None
+    text = rendered.text
+    others = (match[0] for match in _OTHERS.finditer(text))
+    unread = any(other != "<bbox>" or rendered.objects is None for other in others)
+    groups = list[_Group]()
     for form, start, end in _places(text):
         group = _read(text, form, start, end)
         if group is not None:
@@ -242,13 +345,20 @@ def _places(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def _end_of_list(text: str, start: int) -> int:
-    """Where the list ends that begins here; of another value, where its line or object does."""
+    """Where the list ends that begins here; of another value, about where its object or line does."""
+    run = _RUN.match(text, start)
+    assert run is not None
     depth = 0
-    for index in range(start, len(text)):
-        depth += (text[index] in "[({") - (text[index] in "])}")
-        if depth <= 0 and text[index] in "])}\n,<":
-            return index + (depth == 0 and text[index] in "])}")
-    return len(text)
+    for index in range(start, run.end()):
+        depth += (text[index] in "[(") - (text[index] in "])")
+        if depth <= 0 and text[index] in "])":
+            return index + (depth == 0)
+    end, depth = start, 0
+    for end in range(start, min(len(text), start + _LONGEST_VALUE)):
+        depth += (text[end] in "{") - (text[end] in "}")
+        if depth <= 0 and text[end] in "}\n,<":
+            break
+    return end
 
 
 def _read(text: str, form: str, start: int, end: int) -> _Group | None:
@@ -304,19 +414,32 @@ def _are_fractions(values: Sequence[float]) -> bool:
     return max(values) <= 1 and any(not value.is_integer() for value in values)
 
 
-def _check(group: _Group, sides: Size, image: SizedImage, unit: Unit) -> None:
-    """Raises RowError if the numbers cannot be what the recipe says."""
+def _sides(image: SizedImage, unit: Unit) -> Size:
+    """The numbers of the right and lower edge of an image."""
+    return {"pixels": image.file, "thousandths": (1000, 1000), "fractions": (1, 1)}[unit]
+
+
+def _scaled(values: Sequence[float], sides: Size, image: SizedImage, own: Unit) -> list[int]:
+    """The numbers as the model was trained with them, within the image."""
+    seen = image.seen or image.file
+    whole = (1000, 1000) if own == "thousandths" else seen
+    most = whole if own == "thousandths" else (seen[0] - 1, seen[1] - 1)
+    made = [round(value * whole[at % 2] / sides[at % 2]) for at, value in enumerate(values)]
+    return [min(max(number, 0), most[at % 2]) for at, number in enumerate(made)]
+
+
+def _check(group: _Group, sides: Size, image: SizedImage, said: str) -> None:
+    """Raises RowError if the numbers cannot be what is said of them."""
     size = f"its image of {image.file[0]} x {image.file[1]} pixels"
     value = _outside(group.values, sides)
     if value is not None:
         what = f"{value:g} is outside of {size}"
-        if unit != "pixels":
+        if sides != image.file:
             what = f"{value:g} is not from 0 to {sides[0]:,}"
-    elif unit != "fractions" and _are_fractions(group.values):
+    elif sides != (1, 1) and _are_fractions(group.values):
         what = "its numbers are parts of the width and height from 0 to 1"
     else:
         return
     raise RowError(
-        f"{group.form}: {what}, with images.coordinates: {unit}; correct the row, or say what the numbers "
-        "are: pixels of the file, thousandths or fractions"
+        f"{group.form}: {what}, with {said}; correct the row, or say what the numbers are instead"
     )

@@ -15,12 +15,13 @@ import numpy.typing as npt
 
 from launcher.data.attachments import Placed
 from launcher.data.chat_template import Rendered
-from launcher.data.coordinates import SizedImage, Unit, converted, located
+from launcher.data.coordinates import SizedImage, Unit, converted, located, with_objects
 from launcher.data.modality import Arrays
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError, RowError, first_line
-from launcher.libraries.families import COORDINATES
+from launcher.libraries.families import COORDINATES, OBJECT_TEXTS
 from launcher.sources.hub import model_folder
+from launcher.sources.layouts import typed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -185,15 +186,32 @@ class ImageProcessor:
         self, rendered: Rendered, images: list[SizedImage], unit: Unit | None
     ) -> Rendered:
         """The conversation with coordinates as the model was trained with them. Raises RowError."""
-        own = COORDINATES.get(self._kind)
-        if unit is None:
-            return replace(rendered, coordinates=located(rendered, images, own))
-        if own is None:
+        own, objects = COORDINATES.get(self._kind), rendered.objects
+        if own is None and (unit is not None or objects is not None):
+            key = "images.coordinates: "
+            hint = "set it to null, and write those into the rows"
+            if objects is not None:
+                key, hint = (
+                    "",
+                    f"{typed('data.ignore_columns', [objects.column])} trains without them",
+                )
             raise RecipeError(
-                f"images.coordinates: it is not known what coordinates a model of the type {self._kind} "
-                "was trained with; set it to null, and write those into the rows"
+                f"{key}it is not known what coordinates a model of the type {self._kind} was trained "
+                f"with; {hint}"
             )
-        return converted(rendered, images, unit, own)
+        if unit is None or own is None:
+            rendered = replace(rendered, coordinates=located(rendered, images, own))
+        else:
+            rendered = converted(rendered, images, unit, own)
+        if objects is None or own is None:
+            return rendered
+        known = [self.placeholder, *self._token_texts, *self._tokenizer.get_added_vocab()]
+        for reference in objects.references:
+            if written := [text for text in known if text in reference]:
+                what = f"{reference!r} holds {written[0]}, a token of the model; remove it"
+                raise RowError(f"column {objects.column!r}: {what}")
+        texts = OBJECT_TEXTS.get(self._kind, ("{ref}", "{list}"))
+        return with_objects(rendered, images, own, texts)
 
     @functools.cached_property
     def pixel_table(self) -> npt.NDArray[np.float32] | None:
@@ -260,6 +278,9 @@ class ImageProcessor:
                 what += "data.chat_template to one that shows them"
             raise RowError(what)
         if not sources:
+            if rendered.objects is not None:
+                what = "has boxes, and the row has no images"
+                raise RowError(f"column {rendered.objects.column!r} {what}")
             return rendered
         texts, images, sized = [], [], []
         in_bytes = self.pixel_table is not None  # only the text is needed here

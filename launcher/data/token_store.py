@@ -307,6 +307,8 @@ def _place(
 def store_content(files: Found, encoder: Encoder, data: schema.Data) -> list[object]:
     """All that the documents of whole files depend on."""
     content = [_FORMAT, encoder.identity(), data.on_error, files.states, files.sample]
+    # Earlier stores have the marks of objects as text, and do not count coordinates
+    content += ["objects"] if encoder.modalities else []
     content += [] if data.limit is None else [data.limit]
     # Rows that are larger are not in the store
     return content + ([] if data.on_error == "fail" else [data.max_document_bytes])

@@ -198,6 +198,15 @@ COORDINATES: dict[str, Literal["pixels", "thousandths"]] = {
 in the size that the model sees, or thousandths of its width and height. By the answers of Qwen's
 authors (github.com/QwenLM/Qwen3-VL, issues 721, 866 and 1427), the model card of GLM-4.5V and
 InternVL's page on chat data."""
+OBJECT_TEXTS = {
+    "qwen2_vl": (
+        "<|object_ref_start|>{ref}<|object_ref_end|>",
+        "<|box_start|>{pairs}<|box_end|>",
+    ),
+    "internvl": ("<ref>{ref}</ref>", "<box>[{list}]</box>"),
+}
+"""How models write the name of an object and its box, where not plainly, as in ms-swift. pairs:
+(x1,y1),(x2,y2); list: [x1, y1, x2, y2]."""
 MISTRAL_TOKENIZERS = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
 """Types of models that transformers' fix_mistral_regex is for."""
 MIXED_DTYPES = frozenset({"MiniMaxLightningAttention"})

@@ -139,6 +139,14 @@ def test_numbers_that_cannot_be_what_the_recipe_says(text, unit, what):
         changed(text, unit=unit)
 
 
+def test_the_sizes_are_those_of_transformers():
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    for image in (FULL_HD, SQUARE, WIDE):
+        width, height = image.file
+        assert smart_resize(height, width, factor=28) == image.seen[::-1]
+
+
 def test_a_box_at_the_edge_is_put_into_the_image():
     """Annotations are rounded: up to a hundredth of a side."""
     assert changed('"bbox_2d": [-3, -2, 1925, 1082]') == '"bbox_2d": [0, 0, 1315, 727]'
@@ -258,17 +266,30 @@ def test_notes_of_what_was_converted():
 def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("coordinates")
     make_image(root / "wide.png", size=(120, 60), seed=1)
+    make_image(root / "tall.png", size=(40, 150), seed=2)
     return root
 
 
-def in_model(folder, row, family, max_pixels=None, coordinates=None):
-    """The text of the tokens of a row, and of those with loss."""
+def in_model(
+    folder,
+    row,
+    family,
+    max_pixels=None,
+    coordinates=None,
+    *,
+    kind="chat",
+    problem=False,
+    unused=None,
+):
+    """The text of the tokens of a row, and of those with loss; or why it cannot be used."""
     name = folder / family
     name = str(name if name.exists() else make_model(name, family))
     images = RowImages.of(Images(max_pixels=max_pixels, coordinates=coordinates), name)
-    encoder = make_encoder("chat", Data(kind="chat"), tokenizer=name, modalities=(images,))
+    encoder = make_encoder(kind, Data(kind=kind), tokenizer=name, modalities=(images,))
     part = SourcePart(str(folder / "rows.jsonl"), "jsonl")
-    (found,) = encoder.encode_rows([Row(part, 1, row)])
+    (found,) = encoder.encode_rows([Row(part, 1, row)], unused=unused)
+    if problem:
+        return found.problem
     assert not found.problem, found.problem
     tokenizer = AutoTokenizer.from_pretrained(name)
     learned = found.ids[found.labels != IGNORED]
@@ -304,6 +325,115 @@ def test_rows_of_models(folder, family, max_pixels, coordinates, box):
     assert f'[{{"bbox_2d": {box}, "label": "12"}}]' in learned
     assert text.count("bbox_2d") == 2
     assert learned.count("bbox_2d") == 1
+
+
+OBJECTS = {
+    "messages": [
+        {"role": "user", "content": "<image><image>Where is <ref-object>? Not <bbox>"},
+        {"role": "assistant", "content": '{"bbox_2d": <bbox>, "label": "<ref-object>"} at <bbox>.'},
+    ],
+    "images": ["wide.png", "tall.png"],
+    "objects": {
+        "ref": ["the {cat}", 'a "cat"'],
+        "bbox": [[10, 20, 110, 50], [10, 20, 110, 50], [20, 100]],
+        "image_id": [0, 0, 1],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "prompt", "answer"),
+    [
+        (
+            "qwen2_5_vl",  # of 120 x 60 and 40 x 150 pixels: 112 x 56 and 28 x 140
+            "the {cat}? Not [9, 19, 103, 47]",
+            '{"bbox_2d": [9, 19, 103, 47], "label": "a \\"cat\\""} at [14, 93].',
+        ),
+        (
+            "qwen3_vl",
+            "the {cat}? Not [83, 333, 917, 833]",
+            '{"bbox_2d": [83, 333, 917, 833], "label": "a \\"cat\\""} at [500, 667].',
+        ),
+        (
+            "qwen2_vl",
+            "<|object_ref_start|>the {cat}<|object_ref_end|>? Not <|box_start|>(83,333),(917,833)<|box_end|>",
+            '{"bbox_2d": [83, 333, 917, 833], "label": "a \\"cat\\""} at <|box_start|>(500,667)<|box_end|>.',
+        ),
+        (
+            "internvl",
+            "<ref>the {cat}</ref>? Not <box>[[83, 333, 917, 833]]</box>",
+            '{"bbox_2d": [83, 333, 917, 833], "label": "a \\"cat\\""} at <box>[[500, 667]]</box>.',
+        ),
+    ],
+)
+def test_objects_take_the_places_of_their_marks(folder, family, prompt, answer):
+    """As ms-swift writes them. Also as JSON text, and as parts of 1."""
+    text, learned, _ = in_model(folder, OBJECTS, family)
+    assert f"Where is {prompt}" in text
+    assert answer in learned
+    again = OBJECTS | {"objects": json.dumps(OBJECTS["objects"])}
+    assert in_model(folder, again, family)[0] == text
+    boxes = [[10 / 120, 20 / 60, 110 / 120, 50 / 60]] * 2 + [[0.5, 100 / 150]]
+    parts = OBJECTS | {"objects": OBJECTS["objects"] | {"bbox": boxes, "bbox_type": "norm1"}}
+    assert in_model(folder, parts, family)[0] == text
+    instruct = {
+        "prompt": OBJECTS["messages"][0]["content"],
+        "response": OBJECTS["messages"][1]["content"],
+        "images": OBJECTS["images"],
+        "objects": OBJECTS["objects"],
+    }
+    assert in_model(folder, instruct, family, kind="instruct")[0] == text
+
+
+@pytest.mark.parametrize(
+    ("objects", "problem"),
+    [
+        ([1], "column 'objects' must be an object such as"),
+        ("{", "column 'objects' must be an object such as"),
+        ({"bbox_type": "norm1000"}, "bbox_type must be real or norm1; got 'norm1000'"),
+        ({"ref": "cat"}, "ref must be a list of texts"),
+        ({"bbox": [[1, 2, 3]]}, "bbox must be a list of lists of 2, 4 or 8 numbers"),
+        ({"bbox": [[1, 2, 3, "4"]]}, "bbox must be a list of lists"),
+        ({"bbox": [[1, 2, 3, True]]}, "bbox must be a list of lists"),
+        ({"bbox": [[1, 2, 3, float("nan")]]}, "bbox must be a list of lists"),
+        ({"bbox": [[1, 2, 3, 10**400]]}, "bbox must be a list of lists"),
+        ({"image_id": ["0"]}, "image_id must be a list of whole numbers"),
+        ({"image_id": [0] * 4}, "image_id has 4 numbers for 3 boxes of bbox"),
+        ({"image_id": [0, 0, 2]}, "image_id 2 is no image of the row, which has 2"),
+        ({"image_id": [0, 0, -1]}, "image_id -1 is no image"),
+        ({"ref": ["a"]}, "has 1 for <ref-object>, and the text of the conversation shows <ref-object> 2"),
+        ({"bbox": [], "image_id": []}, "has 0 for <bbox>, and the text of the conversation shows <bbox> 3 times"),
+        ({"bbox": [[0, 0, 500, 9]] * 3}, "bbox: 500 is outside of its image of 120 x 60 pixels, with "
+         "bbox_type: real in column 'objects'"),
+        ({"bbox": [[0, 0, 0.5, 1]] * 3}, "its numbers are parts of the width and height"),
+        ({"ref": ["<|image_pad|>", "a"]}, "holds <|image_pad|>, a token of the model; remove it"),
+        ({"ref": ["a", "<|end|>"]}, "holds <|end|>, a token of the model"),
+    ],
+)  # fmt: skip
+def test_objects_that_cannot_be_used(folder, objects, problem):
+    row = OBJECTS | {
+        "objects": OBJECTS["objects"] | objects if isinstance(objects, dict) else objects
+    }
+    assert problem in in_model(folder, row, "qwen2_5_vl", problem=True)
+
+
+def test_objects_without_marks_or_images_are_not_used(folder):
+    """A column of another meaning is told as one that is not used, as before."""
+    row = ROW | {"objects": {"bbox": [[1, 2, 3, 4]], "categories": [1]}}
+    unused = []
+    in_model(folder, row, "qwen2_5_vl", unused=unused)
+    assert unused == ["objects"]
+    alone = {"messages": OBJECTS["messages"][1:], "objects": OBJECTS["objects"]}
+    alone["messages"] = [{"role": "user", "content": "<bbox>"}, *alone["messages"]]
+    problem = in_model(folder, alone, "qwen2_5_vl", problem=True)
+    assert problem == "column 'objects' has boxes, and the row has no images"
+    unused = []
+    encoder = make_encoder("chat", Data(kind="chat"), tokenizer=str(folder / "qwen2_5_vl"))
+    part = SourcePart(str(folder / "rows.jsonl"), "jsonl")
+    (found,) = encoder.encode_rows([Row(part, 1, alone)], unused=unused)
+    assert (found.problem, unused) == ("", ["objects"])
+    with pytest.raises(RecipeError, match=r"type llava .* data.ignore_columns=.* trains without"):
+        in_model(folder, OBJECTS, "llava")
 
 
 def test_a_model_whose_coordinates_are_not_known(folder):
