@@ -686,7 +686,7 @@ def _load(folder: Path, files: list[SourcePart], encoder: Encoder) -> TokenStore
     else:
         ids, labels = mapped("ids.bin", np.int32), mapped("labels.bin", np.int32)
     # Stores of earlier versions have no such numbers
-    located = Located(**{name: meta.get(name, 0) for name in Located._fields})
+    located = Located(**{name: meta.get(name, 0) for name in Located()._asdict()})
     notes = encoder.notes
     if attachments.exists():
         notes += [note for modality in encoder.modalities for note in modality.notes(located)]
