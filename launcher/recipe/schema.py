@@ -628,6 +628,10 @@ class Images(Section):
     (Qwen); null: their own."""
     folder: Folder | None = None
     """Where relative paths of images start; null: at the folder of the row's file."""
+    coordinates: Literal["pixels", "thousandths", "fractions"] | None = None
+    """What the coordinates in the texts of rows are, such as bbox_2d: pixels of the image's file,
+    thousandths of its width and height, or parts of them from 0 to 1. They become what the model was
+    trained with. null: they stay as they are."""
 
 
 class Lora(Section):
