@@ -272,6 +272,21 @@ def checksum_of_file(
     return checksum
 
 
+def blocks(
+    file: Path, *, stored: StoredFile | None = None, sent: Callable[[int], None] = lambda _: None
+) -> Iterator[bytes]:
+    """The bytes of a file, block by block. sent: is given the bytes of each block. Raises OSError, and
+    ValueError at the end if they are not those of `stored`."""
+    checksum = xxhash.xxh3_128()
+    with file.open("rb", buffering=0) as stream:
+        while block := stream.read(_READ):
+            checksum.update(block)
+            sent(len(block))
+            yield block
+    if stored is not None and checksum.hexdigest() != stored.checksum:
+        raise ValueError(f"{file.name} has changed since it was written")
+
+
 class DirectFile:
     """Reads and writes an open file, bypassing the page cache where the file system can."""
 

@@ -81,9 +81,8 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
             decide = partial(_decide, loaded.recipe, run, environment, arguments)
             run.take(environment, refuse=decide)
             guard.run = run
-            if loaded.recipe.checkpoint.copy_to is not None and (
-                found := copies.begin(loaded.recipe, run)
-            ):
+            settings, name = loaded.recipe.checkpoint, loaded.recipe.run.name
+            if settings.copy_to is not None and (found := copies.begin(settings, run, name=name)):
                 print(f"note: {found}", flush=True)
             start = decide()  # again: the last owner may have saved after it
             if start == Fresh() and (lost := run.last_step()):

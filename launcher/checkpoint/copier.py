@@ -16,14 +16,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-import xxhash
 from pydantic import TypeAdapter
 
 from launcher.checkpoint import files
@@ -40,10 +39,10 @@ from launcher.console import advanced, bytes_as_text, seconds_as_text
 from launcher.distributed.environment import alone
 from launcher.distributed.spawn import end_with_parent
 from launcher.errors import TrainingError
-from launcher.files import StoredFile
+from launcher.files import StoredFile, blocks
 from launcher.recipe import schema
 from launcher.reliability.run_directory import RunFolder
-from launcher.sources.location import BLOCK, TOGETHER, Location
+from launcher.sources.location import TOGETHER, Location
 
 logger = logging.getLogger(__name__)
 
@@ -308,7 +307,8 @@ class _Copying:
 
         def write(item: tuple[Location, Path, StoredFile], size: int) -> None:
             target, path, stored = item
-            target.write(partial(self._content, path, stored), size=size)
+            content = partial(blocks, path, stored=stored, sent=self._sent)
+            target.write(content, size=size)
 
         with ThreadPoolExecutor(TOGETHER) as pool:
             for _ in pool.map(write, listed, sizes):
@@ -317,18 +317,6 @@ class _Copying:
     def _sent(self, size: float) -> None:
         self.pace.wait(int(size))
         self.answer(bytes=int(size))
-
-    def _content(self, path: Path, stored: StoredFile) -> Iterator[bytes]:
-        """The bytes of a file. Raises DamagedCheckpointError if they are not those that were
-        written."""
-        checksum = xxhash.xxh3_128()
-        with path.open("rb", buffering=0) as stream:
-            while block := stream.read(BLOCK):
-                checksum.update(block)
-                self._sent(len(block))
-                yield block
-        if checksum.hexdigest() != stored.checksum:
-            raise DamagedCheckpointError(path.parent, f"{path.name} has changed since")
 
     def copy_small_files(self) -> None:
         """Copies the small files of the run folder."""
@@ -400,7 +388,7 @@ class _Process:
             raise SystemExit(0) from None
         except OSError as error:
             return f"{what}: {error.filename or ''}: {error.strerror or error}"
-        except DamagedCheckpointError as error:
+        except (DamagedCheckpointError, ValueError) as error:
             return f"{what}: {error}"
         return None
 

@@ -28,7 +28,6 @@ from launcher.console import bytes_as_text
 from launcher.errors import RecipeError
 from launcher.files import StoredFile, replace_text, write_file
 from launcher.recipe import schema
-from launcher.recipe.schema import Recipe
 from launcher.reliability.run_directory import RunFolder
 from launcher.sources.location import Location
 
@@ -174,20 +173,23 @@ def own_record(run: RunFolder) -> CopyRecord | None:
     return None
 
 
-def begin(recipe: Recipe, run: RunFolder) -> str | None:
+def begin(settings: schema.Checkpoint, run: RunFolder, *, name: str) -> str | None:
     """Lets this start write to the copy. If the newest checkpoint is there, and not in the run folder,
     fetches what decides about a resume: the ranks fetch the tensors later (`fetch_missing`).
 
-    For rank 0, which has the lock of the run folder. Returns a line about what was found, or None.
-    Raises RecipeError if the copy is of another run, or cannot be read or written.
+    name: of the run. For rank 0, which has the lock of the run folder. Returns a line about what was
+    found, or None. Raises RecipeError if the copy is of another run, or cannot be read or written.
     """
-    assert recipe.checkpoint.copy_to is not None
-    copy = RunCopy(recipe.checkpoint.copy_to)
+    assert settings.copy_to is not None
+    copy = RunCopy(settings.copy_to)
     try:
         record, own, copied = copy.read_record(), own_record(run), copy.newest()
         newest = _newest_step(run)
-        if (problem := _not_continued(copy, record, copied, own, newest, recipe)) is not None:
-            raise RecipeError(f"checkpoint.copy_to: {problem}")
+        problem = _not_continued(
+            record, copied, own=own, newest=newest, name=name, settings=settings, run=run
+        )
+        if problem is not None:
+            raise RecipeError(f"checkpoint.copy_to: {copy.folder.name}: {problem}")
         line = None
         if record is not None and copied is not None:
             if newest is None or copied.step > newest:
@@ -198,7 +200,7 @@ def begin(recipe: Recipe, run: RunFolder) -> str | None:
             own = record
         mine = CopyRecord(
             run=os.urandom(8).hex() if own is None else own.run,
-            name=recipe.run.name,
+            name=name,
             start=os.urandom(8).hex(),
             host=socket.gethostname(),
             time=time.time(),
@@ -221,31 +223,30 @@ def _newest_step(run: RunFolder) -> int | None:
 
 
 def _not_continued(
-    copy: RunCopy,
     record: CopyRecord | None,
     copied: CopiedCheckpoint | None,
+    *,
     own: CopyRecord | None,
     newest: int | None,
-    recipe: Recipe,
+    name: str,
+    settings: schema.Checkpoint,
+    run: RunFolder,
 ) -> str | None:
-    """Why this start must not write to the copy; None: it may."""
-    where, name = copy.folder.name, recipe.run.name
+    """Why this start must not write to the copy; None: it may. newest: the step of the newest
+    checkpoint of the run folder."""
     if record is not None and record.name != name:
-        what = (
-            f"{where} holds the run {record.name}, and this one is {name}; give another folder, or "
-        )
+        what = f"it holds the run {record.name}, and this one is {name}; give another folder, or "
         return f"{what}continue that one with run.name={record.name}"
     if copied is None:
         return None
     if record is None:
-        what = f"there are checkpoints in {copied.folder.parent.name}, but no {RECORD} beside them"
-        return f"{what}; give another folder, or restore that file"
+        return f"it has checkpoints, but no {RECORD}; give another folder, or restore that file"
     continued = own is not None and own.run == record.run
-    if recipe.checkpoint.resume == "never" and not continued:
-        what = f"{where} holds a run, and checkpoint.resume is never"
+    if settings.resume == "never" and not continued:
+        what = "it holds a run, and checkpoint.resume is never"
         return f"{what}; give another folder and another run.dir"
     if newest is not None and not continued:
-        what = f"{where} holds another run than {recipe.run.dir}; give another folder"
+        what = f"it holds another run than {run.path}; give another folder"
         return f"{what}, or another run.dir to continue the run that was copied"
     return None
 

@@ -8,21 +8,19 @@ import glob
 import itertools
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from launcher.errors import closest
-from launcher.files import StoredFile, checksum_of_file, flush, replace_file
+from launcher.files import StoredFile, blocks, checksum_of_file, flush, replace_file
 from launcher.sources import stores
 from launcher.sources.stores import AHEAD, Known
 
 TOGETHER = 8
 """Requests at a time, of a process that copies files."""
-BLOCK = 4 << 20
-"""Bytes that are read of a file at once."""
 _RANGE = 16 << 20
 """Bytes that are copied at once."""
 
@@ -197,7 +195,7 @@ class Location:
 
         def send(path: Path) -> None:
             target = self.inside(path.relative_to(folder).as_posix())
-            target.write(lambda: _blocks(path, advance), size=path.stat().st_size)
+            target.write(lambda: blocks(path, sent=advance), size=path.stat().st_size)
 
         for files in ([path for path in every if path not in last], last):
             with ThreadPoolExecutor(TOGETHER) as pool:
@@ -230,13 +228,6 @@ class Location:
 
 def _of_entry(entry: stores.Entry) -> Location:
     return Location(entry.name, entry.known)
-
-
-def _blocks(file: Path, sent: Callable[[float], None]) -> Iterator[bytes]:
-    with file.open("rb", buffering=0) as stream:
-        while block := stream.read(BLOCK):
-            sent(len(block))
-            yield block
 
 
 def _write_at(descriptor: int, piece: bytes, at: int) -> None:

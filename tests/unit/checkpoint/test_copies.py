@@ -44,6 +44,10 @@ def run(recipe):
     return RunFolder(Path(recipe.run.dir))
 
 
+def begin(recipe, run):
+    return copies.begin(recipe.checkpoint, run, name=recipe.run.name)
+
+
 def elsewhere(folder, recipe):
     """The run folder of another machine with the same recipe."""
     return RunFolder(folder / "elsewhere" / recipe.run.name)
@@ -141,14 +145,14 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(store, tmp_path, damage):
 
 
 def test_a_start_continues_what_is_in_the_copy(store, recipe, run, folder):
-    assert copies.begin(recipe, run) is None
+    assert begin(recipe, run) is None
     (run.path / "metrics.jsonl").write_text('{"step": 10}\n')
     checkpoint = saved(run.path / "checkpoints", 10)
     put(store, checkpoint)
     store.put("runs/x/metrics.jsonl", (run.path / "metrics.jsonl").read_bytes())
     store.put("runs/x/rounds/1.json", b"answers")
     other = elsewhere(folder, recipe)
-    line = copies.begin(recipe, other)
+    line = begin(recipe, other)
     assert f"of step 10 (4.0 KiB), is that in {COPY}/checkpoints/step_00000010" in line
     fetched = other.path / "checkpoints" / "step_00000010"
     assert sorted(file.name for file in fetched.iterdir()) == [
@@ -174,10 +178,10 @@ def test_a_start_continues_what_is_in_the_copy(store, recipe, run, folder):
 
 
 def test_a_newer_checkpoint_of_this_machine_stays(store, recipe, run):
-    copies.begin(recipe, run)
+    begin(recipe, run)
     put(store, saved(run.path / "checkpoints", 10))
     saved(run.path / "checkpoints", 20)
-    assert copies.begin(recipe, run) is None
+    assert begin(recipe, run) is None
     assert copies._newest_step(run) == 20
 
 
@@ -203,13 +207,13 @@ def record(**values):
         (
             record(name="another"),
             [],
-            "holds the run another, and this one is small; give another folder",
+            "it holds the run another, and this one is small; give another folder",
         ),
-        (None, [], "there are checkpoints in .*/checkpoints, but no run.json beside them"),
+        (None, [], "it has checkpoints, but no run.json; give another folder"),
         (
             record(name="small"),
             ["checkpoint.resume=never"],
-            "holds a run, and checkpoint.resume is never",
+            "it holds a run, and checkpoint.resume is never",
         ),
         ("{}", [], "run.json is not the record of a run's copy"),
     ],
@@ -223,7 +227,7 @@ def test_another_run_is_not_overwritten(store, folder, run, there, overrides, sa
     }
     words = ["recipe=x.yaml", f"checkpoint.copy_to={COPY}", *overrides]
     with pytest.raises(RecipeError, match=said):
-        copies.begin(load_recipe(words, ranks=1).recipe, run)
+        begin(load_recipe(words, ranks=1).recipe, run)
     after = {key: store.client.head_object(Bucket=BUCKET, Key=key)["ETag"] for key in store.names()}
     assert before == after
     assert not run.path.exists()
@@ -233,8 +237,8 @@ def test_a_run_folder_with_another_run_is_refused(store, folder, recipe, run):
     put(store, saved(folder / "made", 10))
     store.put("runs/x/run.json", record(name=recipe.run.name))
     saved(run.path / "checkpoints", 5)
-    with pytest.raises(RecipeError, match=r"holds another run than .*; give another folder"):
-        copies.begin(recipe, run)
+    with pytest.raises(RecipeError, match=r"it holds another run than .*; give another folder"):
+        begin(recipe, run)
 
 
 def test_a_store_that_refuses_ends_the_start(store, recipe, run):
@@ -242,7 +246,7 @@ def test_a_store_that_refuses_ends_the_start(store, recipe, run):
     with pytest.raises(
         RecipeError, match=rf"checkpoint.copy_to: {COPY}/run.json: no right to write"
     ):
-        copies.begin(recipe, run)
+        begin(recipe, run)
 
 
 def test_copies_are_removed_by_the_rules_of_checkpoints(tmp_path):
