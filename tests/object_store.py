@@ -100,10 +100,10 @@ def once(times, answer, *, of=lambda request: True):
 
 def forget():
     """Lets this process ask a store again for what it knows."""
-    from launcher.sources import stores
+    from launcher.sources import store_requests, stores
 
     stores.forget()
-    stores._of_process.cache_clear()
+    store_requests._of_process.cache_clear()
     stores._content.cache_clear()
 
 

@@ -27,7 +27,7 @@ from launcher.recipe.functions import TRUST_HELP
 from launcher.recipe.section import Dtype
 from launcher.reliability.run_directory import RunFolder
 from launcher.sources.location import Location, is_in_store, no_such
-from launcher.sources.stores import READ_ONLY, refusal, scheme_of
+from launcher.sources.store_names import READ_ONLY, refusal, scheme_of
 
 _MOST_DELETED = 5
 """How often another checkpoint is taken because the run has deleted the one that was found."""

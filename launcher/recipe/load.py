@@ -59,7 +59,7 @@ from launcher.sources.adapter import ADAPTER_CONFIG, PEFT_KEYS, adapter_keys
 from launcher.sources.finding import rows_as_text, why_text
 from launcher.sources.first_look import FirstLook, look_at
 from launcher.sources.layouts import ATTACHMENTS, named_columns
-from launcher.sources.stores import without_secrets
+from launcher.sources.store_names import without_secrets
 
 _LARGEST_FILE = 2**20
 _MOST_INTERPOLATIONS = 500

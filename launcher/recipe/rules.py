@@ -42,7 +42,7 @@ from launcher.sources.layouts import (
     roles_of,
 )
 from launcher.sources.location import is_in_store, is_of_system, matching, no_such
-from launcher.sources.stores import READ_ONLY, problem_of, refusal
+from launcher.sources.store_names import READ_ONLY, problem_of, refusal
 
 Found = Iterator[tuple[str | KeyPath, str, str]]
 """For each broken rule a dotted key or a path of keys, the name of the rule, and what to say."""

@@ -15,7 +15,7 @@ from launcher.console import bytes_as_text, task
 from launcher.distributed.environment import cache_folder
 from launcher.errors import RecipeError
 from launcher.sources.location import Location, no_such
-from launcher.sources.stores import READ_ONLY, require_store, scheme_of
+from launcher.sources.store_names import READ_ONLY, require_store, scheme_of
 
 logger = logging.getLogger(__name__)
 

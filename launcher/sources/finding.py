@@ -44,7 +44,8 @@ from launcher.sources.rows import (
     open_parquet,
     read_rows,
 )
-from launcher.sources.stores import StoreError, refusal
+from launcher.sources.store_names import refusal
+from launcher.sources.store_requests import StoreError
 from launcher.sources.token_files import SUFFIXES as TOKEN_SUFFIXES
 from launcher.sources.token_files import chosen_files, files_of, is_beside, is_token_file
 

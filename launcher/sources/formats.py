@@ -14,7 +14,9 @@ from pathlib import PurePath
 from typing import Any, BinaryIO, Literal
 
 from launcher.sources.location import Location
-from launcher.sources.stores import AHEAD, StoreError, path_of
+from launcher.sources.store_names import path_of
+from launcher.sources.store_requests import StoreError
+from launcher.sources.stores import AHEAD
 
 RowForm = Literal["jsonl", "json", "parquet", "csv", "tsv", "arrow"]
 FORMS: dict[str, RowForm] = {

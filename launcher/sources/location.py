@@ -17,6 +17,7 @@ from typing import BinaryIO
 from launcher.errors import closest
 from launcher.files import StoredFile, blocks, checksum_of_file, flush, replace_file
 from launcher.sources import stores
+from launcher.sources.store_names import scheme_of
 from launcher.sources.stores import AHEAD, Known
 
 TOGETHER = 8
@@ -37,7 +38,7 @@ class Location:
     @property
     def in_store(self) -> bool:
         """Whether it is in a store, not on this machine."""
-        return stores.scheme_of(self.name) is not None
+        return scheme_of(self.name) is not None
 
     @property
     def path(self) -> Path:

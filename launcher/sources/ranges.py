@@ -10,7 +10,7 @@ from launcher.sources.formats import suffixes
 from launcher.sources.hub import load_data_set
 from launcher.sources.location import Location
 from launcher.sources.rows import SourcePart, open_parquet, read_rows
-from launcher.sources.stores import StoreError
+from launcher.sources.store_requests import StoreError
 
 _LINE_AHEAD = 1 << 16
 """Bytes that are asked of a store to find the end of a line."""

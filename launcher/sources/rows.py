@@ -31,7 +31,8 @@ from launcher.sources.formats import (
 )
 from launcher.sources.hub import load_data_set
 from launcher.sources.location import Location
-from launcher.sources.stores import AHEAD, Known, StoreError
+from launcher.sources.store_requests import StoreError
+from launcher.sources.stores import AHEAD, Known
 
 MAX_DOCUMENT = 64 << 20
 """Bytes; see data.max_document."""

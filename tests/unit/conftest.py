@@ -1,6 +1,6 @@
 import pytest
 
-from launcher.sources import stores
+from launcher.sources import store_requests
 from tests.object_store import forget
 from tests.unit.small_recipe import SMALL
 
@@ -20,7 +20,7 @@ def store(server, monkeypatch):
     for name, value in server.variables().items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(store_requests, "FIRST_PAUSE", 0.001)
     server.empty()
     forget()
     yield server

@@ -13,8 +13,8 @@ from launcher.files import write_file
 from launcher.recipe import schema
 from launcher.recipe.load import load_recipe
 from launcher.reliability.run_directory import RunFolder
-from launcher.sources import stores
 from launcher.sources.location import Location
+from launcher.sources.store_requests import StoreError
 from tests.object_store import BUCKET, Answer, once
 
 pytestmark = pytest.mark.slow
@@ -111,7 +111,7 @@ def test_a_write_is_tried_again(store, size):
 )
 def test_a_write_that_fails_says_why(store, answer, said):
     store.fault = lambda request: answer if request.method in ("PUT", "POST") else None
-    with pytest.raises(stores.StoreError, match=said) as raised:
+    with pytest.raises(StoreError, match=said) as raised:
         Location(f"{COPY}/a.bin").write_bytes(b"content")
     assert raised.value.filename == f"{COPY}/a.bin"
 

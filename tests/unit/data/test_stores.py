@@ -17,7 +17,7 @@ from launcher.data.images import RowImages
 from launcher.data.placing import source_of
 from launcher.errors import RecipeError, RowError
 from launcher.recipe.load import load_recipe
-from launcher.sources import stores
+from launcher.sources import store_requests, stores
 from launcher.sources.fetched import fetched_folder
 from launcher.sources.finding import (
     content_sample,
@@ -510,7 +510,7 @@ def test_files_of_web_servers(name, ranges, monkeypatch):
 @pytest.mark.parametrize("ranges", [True, False])
 def test_a_web_server_that_fails(ranges, monkeypatch):
     monkeypatch.setattr(stores, "_SMALL", 0)
-    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(store_requests, "FIRST_PAUSE", 0.001)
     forget()
     content, fails = jsonl(ROWS).encode(), [0]
 
