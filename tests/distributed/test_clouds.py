@@ -1,0 +1,100 @@
+"""The commands of docs/clouds train on two nodes, which are network namespaces; see tests/clouds.py.
+
+The command is the node's process 1, as in a container.
+"""
+
+import re
+import shutil
+import sys
+
+import pytest
+
+from tests.clouds import (
+    COPIES,
+    DATA,
+    DNS_NAMES,
+    FILES,
+    FOLDER,
+    MODEL,
+    ONE_NODE,
+    STORE,
+    entry,
+    write_program,
+)
+from tests.distributed.namespaces import two_nodes, unavailable
+from tests.distributed.test_nodes import wait_until_both_train
+from tests.distributed.test_resumed_runs import RECIPE, events, records
+from tests.run_files import status, write_texts
+
+STEPS = 120
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    if (reason := unavailable()) is not None:
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp("clouds")
+    write_texts(folder / "text.jsonl", seed=2)
+    (folder / "recipe.yaml").write_text(
+        RECIPE.replace("FOLDER", str(folder)).replace("DROPOUT", "0.0")
+    )
+    return folder
+
+
+def replacements(file, folder, run_dir, address):
+    """A small run on CPUs in place of the file's. `address`: of node 0."""
+    text = (FOLDER / file).read_text()
+    copies = f"checkpoint.copy_to={folder}/copies/{run_dir.name}"
+    found = {
+        "recipe=sft": f"recipe={folder}/recipe.yaml",
+        f"model.path={MODEL}": f"run.max_steps={STEPS}",
+        f"checkpoint.copy_to={STORE}": copies if COPIES else "checkpoint.keep_last=20",
+    }
+    data = next(each for each in (f"data.train='{DATA}'", f"data.train={DATA}") if each in text)
+    found[data] = "run.device=cpu"
+    (run,) = set(re.findall(r'run\.dir=("\$HOME[^"]+"|[\w/-]+)', text))
+    found[f"run.dir={run}"] = f"run.dir={run_dir}"
+    for cache in set(re.findall(r"data\.cache=[\w/]+", text)):
+        found[cache] = f"data.cache={folder}/cache"
+    if "gpus=8" in text:
+        found["gpus=8"] = "gpus=1"
+    if file in DNS_NAMES:
+        found[DNS_NAMES[file]] = address
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("file", FILES)
+def test_command_of_each_file(file, folder, tmp_path):
+    """One node gets SIGTERM: all save and end with status 75. Started again, they resume."""
+    run_dir = folder / file.replace(".", "_")
+    path = write_program(tmp_path, "launcher", f'exec {sys.executable} -m launcher.cli.main "$@"')
+    write_program(tmp_path, "hostname", "echo 10.213.77.1")  # ECS has it in /etc/hosts
+
+    def start(nodes):
+        addresses = [node.address for node in nodes]
+        replaced = replacements(file, folder, run_dir, addresses[0])
+        for rank, node in enumerate(nodes):
+            found = entry(file, rank, addresses, tmp_path, gpus=1, replaced=replaced)
+            log = folder / f"{node.name}.log"
+            variables = found.variables | {"PATH": path, "HF_HOME": str(folder)}
+            node.start(found.command, log=log, as_init=True, **variables)
+
+    with two_nodes() as nodes:
+        assert nodes[0].address == "10.213.77.1"
+        used = nodes[:1] if file in ONE_NODE else nodes
+        start(used)
+        wait_until_both_train(used, run_dir, step=3, ranks=len(used))
+        used[-1].terminate()
+        stopped = [203 if file == "pytorchjob.yaml" else 75] * len(used)
+        assert [node.wait(120) for node in used] == stopped, used[0].output()[-8000:]
+        assert status(run_dir)["state"] == "stopped"
+        assert status(run_dir)["step"] < STEPS
+        lines = records(run_dir)
+        if COPIES:  # the replacement has an empty disk
+            shutil.rmtree(run_dir)
+        start(used)
+        assert [node.wait(240) for node in used] == [0] * len(used), used[0].output()[-8000:]
+    lines = [*lines, *records(run_dir)] if COPIES else records(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert len(events(run_dir, "resumed")) == 1
