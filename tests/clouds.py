@@ -163,6 +163,7 @@ _ENTRIES = {
 }
 FILES = [*_ENTRIES, "sagemaker.json"]
 ONE_NODE = ["aws_batch.json"]
+KUBERNETES = ["kubernetes_job.yaml", "jobset.yaml", "trainjob.yaml", "pytorchjob.yaml"]
 DNS_NAMES = {
     "kubernetes_job.yaml": "my-run-0.my-run",
     "jobset.yaml": "my-run-node-0-0.my-run",

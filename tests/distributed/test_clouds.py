@@ -36,7 +36,9 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clouds")
     write_texts(folder / "text.jsonl", seed=2)
     (folder / "recipe.yaml").write_text(
-        RECIPE.replace("FOLDER", str(folder)).replace("DROPOUT", "0.0")
+        RECIPE.replace("FOLDER", str(folder))
+        .replace("DROPOUT", "0.0")
+        .replace("seed: 3", "seed: 3, timeout: 10, hang_timeout: 20, init_timeout: 60")
     )
     return folder
 
@@ -63,27 +65,28 @@ def replacements(file, folder, run_dir, address):
     return found
 
 
+def start(file, nodes, folder, scratch, run_dir, *, only=None):
+    """Starts the file's command on the nodes, or on that of rank `only`."""
+    path = write_program(scratch, "launcher", f'exec {sys.executable} -m launcher.cli.main "$@"')
+    write_program(scratch, "hostname", f"echo {nodes[0].address}")  # ECS has it in /etc/hosts
+    addresses = [node.address for node in nodes]
+    replaced = replacements(file, folder, run_dir, addresses[0])
+    for rank, node in enumerate(nodes):
+        if only in (None, rank):
+            found = entry(file, rank, addresses, scratch, gpus=1, replaced=replaced)
+            log = folder / f"{node.name}.log"
+            variables = found.variables | {"PATH": path, "HF_HOME": str(folder)}
+            node.start(found.command, log=log, as_init=True, **variables)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("file", FILES)
 def test_command_of_each_file(file, folder, tmp_path):
     """One node gets SIGTERM: all save and end with status 75. Started again, they resume."""
     run_dir = folder / file.replace(".", "_")
-    path = write_program(tmp_path, "launcher", f'exec {sys.executable} -m launcher.cli.main "$@"')
-    write_program(tmp_path, "hostname", "echo 10.213.77.1")  # ECS has it in /etc/hosts
-
-    def start(nodes):
-        addresses = [node.address for node in nodes]
-        replaced = replacements(file, folder, run_dir, addresses[0])
-        for rank, node in enumerate(nodes):
-            found = entry(file, rank, addresses, tmp_path, gpus=1, replaced=replaced)
-            log = folder / f"{node.name}.log"
-            variables = found.variables | {"PATH": path, "HF_HOME": str(folder)}
-            node.start(found.command, log=log, as_init=True, **variables)
-
     with two_nodes() as nodes:
-        assert nodes[0].address == "10.213.77.1"
         used = nodes[:1] if file in ONE_NODE else nodes
-        start(used)
+        start(file, used, folder, tmp_path, run_dir)
         wait_until_both_train(used, run_dir, step=3, ranks=len(used))
         used[-1].terminate()
         stopped = [203 if file == "pytorchjob.yaml" else 75] * len(used)
@@ -93,8 +96,25 @@ def test_command_of_each_file(file, folder, tmp_path):
         lines = records(run_dir)
         if COPIES:  # the replacement has an empty disk
             shutil.rmtree(run_dir)
-        start(used)
+        start(file, used, folder, tmp_path, run_dir)
         assert [node.wait(240) for node in used] == [0] * len(used), used[0].output()[-8000:]
     lines = [*lines, *records(run_dir)] if COPIES else records(run_dir)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert len(events(run_dir, "resumed")) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_pod_of_a_jobset(lost, folder, tmp_path):
+    """A node is lost without a warning: the other pod fails, and the JobSet starts both again."""
+    file, run_dir = "jobset.yaml", folder / f"lost_{lost}"
+    with two_nodes() as nodes:
+        start(file, nodes, folder, tmp_path, run_dir)
+        wait_until_both_train(nodes, run_dir, step=6)
+        nodes[lost].kill()
+        other = nodes[1 - lost]
+        assert other.wait(120) == 1, other.output()[-8000:]
+        start(file, nodes, folder, tmp_path, run_dir)
+        assert [node.wait(240) for node in nodes] == [0, 0], nodes[0].output()[-8000:]
+    assert [line["step"] for line in records(run_dir)] == list(range(1, STEPS + 1))
+    assert events(run_dir, "resumed")[-1]["step"] >= 4

@@ -32,7 +32,7 @@ MISTAKES = [
     ("train.dstack.yml", "spot_policy: spot", "use_spot: true", "use_spot"),
     ("kubernetes_job.yaml", "podFailurePolicy:", "failurePolicy:", "failurePolicy"),
     ("jobset.yaml", "maxRestarts: 20", 'maxRestarts: "20"', "maxRestarts"),
-    ("jobset.yaml", "onJobFailureReasons:", "onFailureReasons:", "onFailureReasons"),
+    ("jobset.yaml", "MessagePatterns:", "Patterns:", "onJobFailurePatterns: unknown name"),
     ("jobset.yaml", "medium: Memory", "media: Memory", "media"),
     ("trainjob.yaml", "numNodes: 2", "nodes: 2", "nodes"),
     ("trainjob.yaml", "operator: In", "operators: In", "operator"),

@@ -19,6 +19,7 @@ from tests.clouds import (
     FILES,
     FOLDER,
     GPUS,
+    KUBERNETES,
     MODEL,
     ONE_NODE,
     STORE,
@@ -65,7 +66,8 @@ def test_arguments_of_each_node(file, tmp_path):
         assert command == "train"
         given = dict(word.split("=", 1) for word in words)
         assert given.pop("gpus") == str(GPUS)
-        assert given.pop("max_restarts") == "3"
+        # A pod is replaced alone: agents of others that have restarted their ranks would not meet it
+        assert given.pop("max_restarts", "0") == ("0" if file in KUBERNETES else "3")
         if file not in ONE_NODE:
             assert given.pop("nodes") == "2"
             assert given.pop("node_rank") == str(rank)
@@ -81,31 +83,50 @@ def test_arguments_of_each_node(file, tmp_path):
         load_recipe(overrides, ranks=GPUS * len(addresses), files=False)
 
 
-def job_of(file):
-    """The spec of the Job that makes the pods."""
-    found = documents(file)
-    if file == "kubernetes_job.yaml":
-        return found[1]["spec"]
-    spec = found[0]["spec"]
-    spec = spec["template"]["spec"] if file == "trainjob.yaml" else spec
-    (wrong,) = spec["failurePolicy"]["rules"]
-    assert (wrong["action"], wrong["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
-    return spec["replicatedJobs"][0]["template"]["spec"]
-
-
-@pytest.mark.parametrize("file", ["kubernetes_job.yaml", "jobset.yaml", "trainjob.yaml"])
-def test_statuses_of_pods(file):
-    job = job_of(file)
+def rules_of(job):
+    """The actions for statuses, and for pods whose node is drained or lost."""
     (container,) = job["template"]["spec"]["containers"]
-    rules = job["podFailurePolicy"]["rules"]
     actions = {}
-    for rule in rules[:2]:
-        codes = rule["onExitCodes"]
-        assert codes["containerName"] == container["name"]
-        actions |= dict.fromkeys(codes["values"], rule["action"])
-    assert actions == {EXIT_USAGE: "FailJob", EXIT_STOPPED: "Ignore"}
-    assert rules[2]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    for rule in job["podFailurePolicy"]["rules"]:
+        if codes := rule.get("onExitCodes"):
+            assert codes["containerName"] == container["name"]
+            actions |= dict.fromkeys(codes["values"], rule["action"])
+        else:
+            assert rule["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+            actions["disrupted"] = rule["action"]
     assert job["template"]["spec"]["restartPolicy"] == "Never"  # which podFailurePolicy needs
+    return actions
+
+
+def test_statuses_of_pods_of_a_job():
+    actions = rules_of(documents("kubernetes_job.yaml")[1]["spec"])
+    assert actions == {EXIT_USAGE: "FailJob", EXIT_STOPPED: "Ignore", "disrupted": "Ignore"}
+
+
+@pytest.mark.parametrize("file", ["jobset.yaml", "trainjob.yaml"])
+def test_statuses_of_pods_of_a_jobset(file):
+    """Each ends the Job, and the JobSet decides by Kubernetes' message about it."""
+    spec = documents(file)[0]["spec"]
+    spec = spec["template"]["spec"] if file == "trainjob.yaml" else spec
+    job = spec["replicatedJobs"][0]["template"]["spec"]
+    assert rules_of(job) == dict.fromkeys([EXIT_USAGE, EXIT_STOPPED, "disrupted"], "FailJob")
+    assert job["backoffLimit"] == 0
+
+    def action(message):
+        for rule in spec["failurePolicy"]["rules"]:
+            assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+            patterns = rule.get("onJobFailureMessagePatterns", [""])
+            if any(re.search(pattern, message) for pattern in patterns):
+                return rule["action"]
+        return None
+
+    # pod_failure_policy.go of Kubernetes
+    message = "Container launcher for pod default/run failed with exit code {} matching FailJob rule at index 0"
+    assert action(message.format(EXIT_USAGE)) == "FailJobSet"
+    again = "RestartJobSetAndIgnoreMaxRestarts"
+    assert action(message.format(EXIT_STOPPED)) == again
+    disrupted = "Pod default/run has condition DisruptionTarget matching FailJob rule at index 1"
+    assert action(disrupted) == again
 
 
 def test_statuses_of_other_platforms():
@@ -122,7 +143,7 @@ def test_statuses_of_a_pytorchjob(status, tmp_path):
     """The training operator replaces a pod only if its status is at least 128."""
     path = write_program(tmp_path, "launcher", f"exit {status}")
     done = run(entry("pytorchjob.yaml", 0, ADDRESSES, tmp_path), path)
-    assert done.returncode == (128 + status if status == EXIT_STOPPED else status)
+    assert done.returncode == (status if status in (0, EXIT_USAGE) else 203)
 
 
 @pytest.mark.parametrize("file", FILES)
