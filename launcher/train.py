@@ -22,6 +22,7 @@ if sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().p
     # Started as a file: its folder would come before the standard library
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
+from launcher.checkpoint import copies
 from launcher.checkpoint.resume import Fresh, ResumePoint, choose_resume, finished_run
 from launcher.console import held_errors, prepare_streams
 from launcher.distributed.environment import (
@@ -80,6 +81,10 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
             decide = partial(_decide, loaded.recipe, run, environment, arguments)
             run.take(environment, refuse=decide)
             guard.run = run
+            if loaded.recipe.checkpoint.copy_to is not None and (
+                found := copies.begin(loaded.recipe, run)
+            ):
+                print(f"note: {found}", flush=True)
             start = decide()  # again: the last owner may have saved after it
             if start == Fresh() and (lost := run.last_step()):
                 what = "ended before its first checkpoint, so this one starts from scratch"

@@ -198,3 +198,13 @@ def messages(caplog):
     return lambda: [
         record.getMessage() for record in caplog.records if record.name.startswith("launcher")
     ]
+
+
+@pytest.fixture(scope="module")
+def server():
+    """An S3 server with an empty bucket (`tests/object_store.py`)."""
+    from tests.object_store import object_store
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    with object_store() as store:
+        yield store

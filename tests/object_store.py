@@ -61,6 +61,16 @@ class ObjectStore:
             if file.is_file():
                 self.put(f"{prefix}/{file.relative_to(folder)}", file.read_bytes())
 
+    def names(self, prefix=""):
+        found = self.client.list_objects_v2(Bucket=BUCKET, Prefix=prefix).get("Contents", ())
+        return [each["Key"] for each in found]
+
+    def empty(self):
+        """Removes all objects and the fault."""
+        self.fault = None
+        for key in self.names():
+            self.client.delete_object(Bucket=BUCKET, Key=key)
+
     def variables(self):
         """The environment of a process that uses the store."""
         return {
@@ -86,6 +96,15 @@ def once(times, answer, *, of=lambda request: True):
         return None
 
     return fault
+
+
+def forget():
+    """Lets this process ask a store again for what it knows."""
+    from launcher.sources import stores
+
+    stores.forget()
+    stores._of_process.cache_clear()
+    stores._content.cache_clear()
 
 
 @contextlib.contextmanager

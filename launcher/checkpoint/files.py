@@ -98,6 +98,11 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
+def step_in(name: str) -> int | None:
+    """The step in a name, if it is the name of a checkpoint."""
+    return int(name.removeprefix("step_")) if _NAME.fullmatch(name) else None
+
+
 def rank_file(rank: int) -> str:
     """The name of the file that a rank writes."""
     return f"rank_{rank:05d}.safetensors"

@@ -6,7 +6,9 @@ All ranks of a group must call the functions that take one, and all get the same
 from __future__ import annotations
 
 import json
+import logging
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
@@ -16,21 +18,29 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 from launcher.checkpoint import files
+from launcher.checkpoint.copies import CopiedCheckpoint, RunCopy, fetch_missing, fetch_small
 from launcher.checkpoint.files import DamagedCheckpointError
 from launcher.checkpoint.layout import LOCAL
-from launcher.console import task
+from launcher.console import bytes_as_text, task
 from launcher.distributed.process_group import from_rank_0, gather
 from launcher.errors import RecipeError
 from launcher.models.safetensors_files import DTYPES, StoredRows, StoredTensors, Tensors
 from launcher.models.shards import local_rows
 from launcher.reliability.json_files import Json
 
+logger = logging.getLogger(__name__)
+
 
 def find_checkpoint(
-    folder: Path, *, group: dist.ProcessGroup, at_most: int | None = None
+    folder: Path,
+    *,
+    group: dist.ProcessGroup,
+    at_most: int | None = None,
+    copy: RunCopy | None = None,
 ) -> Path | None:
-    """`files.newest_valid` up to a step, with the verification shared among the ranks. Raises
-    UnreadableError on all ranks if the folder cannot be read."""
+    """`files.newest_valid` up to a step, with the verification shared among the ranks. copy: has the
+    files of those that are not valid. Raises UnreadableError on all ranks if the folder cannot be
+    read."""
     listed: list[Path] | str = []
     if dist.get_rank(group) == 0:
         try:
@@ -41,13 +51,41 @@ def find_checkpoint(
     if isinstance(listed, str):
         raise files.UnreadableError(folder, listed)
     wanted = [path for path in listed if at_most is None or files.step_of(path) <= at_most]
-    return files.newest_valid(wanted, partial(verify_together, group=group))
+    return files.newest_valid(wanted, partial(verify_or_fetch, group=group, copy=copy))
 
 
 def verify_together(path: Path, *, group: dist.ProcessGroup) -> str | None:
     """`files.verify`, shared among the ranks."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     return files.worst(gather(files.verify(path, rank=rank, ranks=ranks), group))
+
+
+def verify_or_fetch(path: Path, *, group: dist.ProcessGroup, copy: RunCopy | None) -> str | None:
+    """`verify_together`, once what is missing or damaged has been fetched from the copy of the run."""
+    problem = verify_together(path, group=group)
+    if copy is None or problem is None or isinstance(problem, files.Unreadable):
+        return problem
+    copied: CopiedCheckpoint | str | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            copied = copy.find(files.step_of(path))
+            if copied is not None:
+                path.mkdir(exist_ok=True)
+                fetch_small(copied, path)
+        except OSError as error:
+            copied = f"{error.filename}: {error.strerror or error}"
+    copied = from_rank_0(copied, group)
+    if copied is None:
+        return problem
+    if isinstance(copied, str):
+        return files.Unreadable(f"{problem}; its copy cannot be read: {copied}")
+    rank, ranks, started = dist.get_rank(group), dist.get_world_size(group), time.perf_counter()
+    every = gather(fetch_missing(copied, path, rank=rank, ranks=ranks), group)
+    fetched, seconds = sum(size for size, _ in every), time.perf_counter() - started
+    if (failed := files.worst(text for _, text in every)) is not None:
+        return files.Unreadable(f"{problem}; its copy cannot be fetched: {failed}")
+    logger.info(f"fetched {bytes_as_text(fetched)} from {copied.folder.name} in {seconds:.1f} s")
+    return verify_together(path, group=group)
 
 
 @torch.no_grad()

@@ -19,7 +19,7 @@ from launcher.cli.requests import Terminated
 from launcher.console import configure_logging
 from launcher.errors import EXIT_DONE, RecipeError
 from launcher.recipe.functions import TRUST_HELP
-from launcher.sources.hub import is_model_id, model_folder, no_such_name
+from launcher.sources.hub import is_fetched, model_folder, no_such_name
 from launcher.sources.layouts import ATTACHMENTS, with_article
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _find(name: str, step: int | None, held: contextlib.ExitStack) -> tuple[Path
     for folder in (run, run / "hf"):
         if any((folder / name).is_file() for name in ("adapter_config.json", "config.json")):
             return folder, False
-    if is_model_id(name):
+    if is_fetched(name):
         return model_folder(name, key="command line"), False
     if run.is_dir():
         raise RecipeError(f"command line: {run}: it has neither a checkpoint nor a model")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -19,12 +21,13 @@ from launcher.checkpoint.files import (
     newest_valid,
 )
 from launcher.cli.app import flag, make_parent, option
-from launcher.console import configure_logging
+from launcher.console import bytes_as_text, configure_logging, task
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
 from launcher.recipe.functions import TRUST_HELP
 from launcher.recipe.section import Dtype
 from launcher.reliability.run_directory import RunFolder
-from launcher.sources.location import no_such
+from launcher.sources.location import Location, is_in_store, no_such
+from launcher.sources.stores import READ_ONLY, refusal, scheme_of
 
 _MOST_DELETED = 5
 """How often another checkpoint is taken because the run has deleted the one that was found."""
@@ -38,7 +41,9 @@ def export(
     run: Annotated[
         Path, typer.Argument(metavar="RUN_DIR", help="Folder of a run, or one of its checkpoints.")
     ],
-    out: Annotated[Path, option("Folder to write, new or empty.", "OUT")],
+    out: Annotated[
+        str, option("Folder to write, new or empty; of a store, too: s3://BUCKET/FOLDER.", "OUT")
+    ],
     step: Annotated[
         int | None,
         option("Checkpoint of this step. Default: the newest, or RUN_DIR/hf.", "N"),
@@ -89,6 +94,62 @@ def export(
         raise RecipeError("command line: base: needs --merged")
     if step is not None:
         run = checkpoint_of_step(run, step)
+    write = partial(
+        _export,
+        run,
+        name=out,
+        dtype=dtype,
+        merged=merged,
+        base=base,
+        ema=weights == "ema",
+        verify=verify,
+        trust_run=trust_run,
+    )
+    if not is_in_store(out):
+        return write(Path(out))
+    target = Location(out.rstrip("/"))
+    _refuse_target(target)
+    with tempfile.TemporaryDirectory(prefix="launcher-export-") as scratch:
+        folder = Path(scratch, target.last)
+        status = write(folder)
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        try:
+            with task(f"copying to {target.name}", size) as advance:
+                target.upload(folder, advance=advance)
+        except OSError as error:
+            what = f"{error.filename or target.name}: {error.strerror or error}"
+            raise RecipeError(f"export: {what}; OUT is not complete") from None
+        print(f"{target.name}: {bytes_as_text(size)} copied")
+    return status
+
+
+def _refuse_target(target: Location) -> None:
+    """Raises RecipeError if nothing can be written there, or something is there."""
+    problem = refusal(target.name)
+    if problem is None and scheme_of(target.name) in READ_ONLY:
+        problem = f"{target.name} is only read; give s3://, gs:// or az://BUCKET/FOLDER"
+    try:
+        if problem is None and target.files(now=True):
+            problem = f"{target.name} exists and is not empty; name a new folder"
+    except OSError as error:
+        problem = f"{error.filename}: {error.strerror}"
+    if problem is not None:
+        raise RecipeError(f"command line: out: {problem}")
+
+
+def _export(
+    run: Path,
+    out: Path,
+    *,
+    name: str,
+    dtype: Dtype | None,
+    merged: bool,
+    base: str | None,
+    ema: bool,
+    verify: bool,
+    trust_run: bool,
+) -> int:
+    """name: of the folder, for messages."""
     with contextlib.ExitStack() as held:
         checkpoint = None
         if not (verify and out.is_dir() and any(out.iterdir())):
@@ -97,9 +158,10 @@ def export(
                     run,
                     out,
                     dtype,
+                    name=name,
                     merged=merged,
                     base=base,
-                    ema=weights == "ema",
+                    ema=ema,
                     verify=verify,
                     trust_run=trust_run,
                     held=held,
@@ -114,9 +176,7 @@ def export(
             return EXIT_DONE
         try:
             checkpoint = checkpoint or _to_compare(run, out, held)
-            return _verify(
-                run, out, checkpoint, base=base, ema=weights == "ema", trust_run=trust_run
-            )
+            return _verify(run, out, checkpoint, name=name, base=base, ema=ema, trust_run=trust_run)
         except (OSError, DamagedCheckpointError) as error:
             what = f"{out} could not be compared with {run}"
             raise RecipeError(f"export: --verify: {what}: {error}") from None
@@ -130,6 +190,7 @@ def _write(
     out: Path,
     dtype: Dtype | None,
     *,
+    name: str,
     merged: bool,
     base: str | None,
     ema: bool,
@@ -188,7 +249,7 @@ def _write(
         adapter = adapter and not merged
     reader = "peft's PeftModel.from_pretrained" if adapter else "from_pretrained"
     source = f"{checkpoint or weights}, {'of an unknown step' if step is None else f'step {step}'}"
-    print(f"{out}: {'the adapter, ' if adapter else ''}for {reader}, from {source}")
+    print(f"{name}: {'the adapter, ' if adapter else ''}for {reader}, from {source}")
     return compared
 
 
@@ -212,6 +273,7 @@ def _verify(
     out: Path,
     checkpoint: Path,
     *,
+    name: str,
     base: str | None,
     ema: bool,
     trust_run: bool,
@@ -221,7 +283,7 @@ def _verify(
     differences = verify_export(checkpoint, out, base=base, ema=ema, trust_run=trust_run)
     for difference in differences:
         print(f"differs: {difference}")
-    print(f"{out} {'does not match' if differences else 'matches'} {checkpoint}")
+    print(f"{name} {'does not match' if differences else 'matches'} {checkpoint}")
     return EXIT_NO if differences else EXIT_DONE
 
 

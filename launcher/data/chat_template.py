@@ -22,6 +22,7 @@ import numpy as np
 
 from launcher.data.attachments import Attachments, Placed, attachment_table
 from launcher.data.columns import HALF_PAIR
+from launcher.data.coordinates import Located, Objects
 from launcher.data.documents import Document
 from launcher.data.messages import (
     REASONING,
@@ -127,21 +128,35 @@ class Rendered:
     """Whether turns have weights."""
     attachments: tuple[Placed, ...] = ()
     """In the order of their places, of each kind."""
+    coordinates: Located | None = None
+    """What the coordinates in the text are; None: there are none."""
+    objects: Objects | None = None
+    """What the marks of objects stand for; None: the row has none."""
 
     def expanded(
         self, placeholder: str, texts: Sequence[str], attachments: Iterable[Placed]
     ) -> Rendered:
         """The conversation with these texts in the places of the placeholder, and with the
         attachments that they stand for."""
-        marks = [match.start() for match in re.finditer(re.escape(placeholder), self.text)]
-        starts = np.array(marks, dtype=np.int64)
-        grown = np.cumsum([0, *(len(text) - len(placeholder) for text in texts)])
+        spans = [match.span() for match in re.finditer(re.escape(placeholder), self.text)]
+        edits = [(*span, text) for span, text in zip(spans, texts, strict=True)]
+        made = self.with_edits(edits)
+        return replace(made, attachments=(*self.attachments, *attachments))
+
+    def with_edits(self, edits: Sequence[tuple[int, int, str]]) -> Rendered:
+        """The conversation with other texts in these places, which are in order: the start and end of
+        each, and its text."""
+        starts = np.array([start for start, _, _ in edits], dtype=np.int64)
+        grown = np.cumsum([0, *(len(text) - (end - start) for start, end, text in edits)])
 
         def moved(offset: int) -> int:
             return offset + int(grown[np.searchsorted(starts, offset)])
 
-        replacements = iter(texts)
-        text = re.sub(re.escape(placeholder), lambda _: next(replacements), self.text)
+        parts, at = list[str](), 0
+        for start, end, text in edits:
+            parts += [self.text[at:start], text]
+            at = end
+        text = "".join([*parts, self.text[at:]])
         turns = [
             replace(
                 turn,
@@ -151,7 +166,7 @@ class Rendered:
             )
             for turn in self.turns
         ]
-        return replace(self, text=text, turns=turns, attachments=(*self.attachments, *attachments))
+        return replace(self, text=text, turns=turns)
 
 
 def template_of(encoder: Encoder) -> ChatTemplate:
@@ -229,6 +244,7 @@ class ChatTemplate:
             rendered.text.encode()
         except UnicodeEncodeError:
             raise RowError(f"the conversation {HALF_PAIR}") from None
+        rendered = replace(rendered, objects=chat.objects)
         for modality, sources in chat.attached:
             rendered = modality.expand(rendered, sources)
         weighted = chat.weights is not None or chat.part_weights is not None
@@ -468,7 +484,13 @@ class ChatTemplate:
             attached = [token for modality in modalities for token in modality.token_ids]
             labels = np.where(np.isin(ids, attached), np.int32(IGNORED), labels)
             attachments = _attachments_of(modalities, ids, rendered)
-        return Document(ids, labels, weights=weights, attachments=attachments)
+        return Document(
+            ids,
+            labels,
+            weights=weights,
+            attachments=attachments,
+            coordinates=rendered.coordinates,
+        )
 
     @property
     def _end(self) -> int:

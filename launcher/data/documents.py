@@ -8,6 +8,7 @@ import numpy as np
 
 from launcher.data.attachments import Attachments
 from launcher.data.columns import Weights
+from launcher.data.coordinates import Located
 from launcher.data.tokenizer import Ids
 from launcher.sources.rows import Row
 
@@ -36,6 +37,8 @@ class Document:
     """Of a pair: by how much the first answer should be better; None: the data does not say."""
     attachments: Attachments | None = None
     """None: the row is text."""
+    coordinates: Located | None = None
+    """What the coordinates in its text are; None: there are none."""
 
     @property
     def targets(self) -> Ids:

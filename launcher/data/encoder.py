@@ -25,6 +25,7 @@ from launcher.data.columns import (
     read_value,
     read_weights,
 )
+from launcher.data.coordinates import OBJECT_MARKS, joined
 from launcher.data.documents import Document, Encoded
 from launcher.data.messages import (
     Chat,
@@ -151,6 +152,11 @@ class Encoder:
         found = match_row(row, self.columns, [self.kind], self.ignored)
         if found is None:
             raise RowError(no_layout(row, self.columns, self.kind, self.ignored))
+        if found.get("objects") is not None and not (
+            self.modalities and _shows_objects(found, row)
+        ):
+            others = {role: name for role, name in found.columns.items() if role != "objects"}
+            found = replace(found, columns=others)  # it is told as a column that is not used
         if (problem := lost_meaning(row, found, self.ignored, attachments=self.kinds)) is not None:
             raise RowError(problem)
         return found, row
@@ -270,6 +276,13 @@ def form_of_row(row: Mapping[str, Any], found: Match) -> PromptForm:
     if any(isinstance(parsed_messages(value), list) for value in values):
         return "messages"
     return "instruction" if found.get("instruction") is not None else "text"
+
+
+def _shows_objects(found: Match, row: Values) -> bool:
+    """Whether a text of a row has the place of an object."""
+    roles = ("messages", "prompt", "instruction", "input", "response")
+    texts = [str(row.get(found.get(role) or "")) for role in roles]
+    return any(mark in text for mark in OBJECT_MARKS for text in texts)
 
 
 def last_question(encoder: Encoder, row: Values) -> str | None:
@@ -449,6 +462,7 @@ def _encode_prompted(encoder: Encoder, batch: list[_Prompted]) -> Iterator[Docum
             first_length=first,
             margin=row.margin,
             attachments=join_attachments([each.attachments for each in answers], [0, first]),
+            coordinates=joined(each.coordinates for each in answers),
         )
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import logging
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,15 +15,16 @@ import numpy.typing as npt
 
 from launcher.data.attachments import Placed
 from launcher.data.chat_template import Rendered
+from launcher.data.coordinates import SizedImage, Unit, converted, located, with_objects
 from launcher.data.modality import Arrays
 from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError, RowError, first_line
+from launcher.libraries.families import COORDINATES, OBJECT_TEXTS
 from launcher.sources.hub import model_folder
+from launcher.sources.layouts import typed
 
 if TYPE_CHECKING:
     from PIL.Image import Image
-
-logger = logging.getLogger(__name__)
 
 _OF_TEXT = (
     "input_ids",
@@ -35,12 +35,6 @@ _OF_TEXT = (
 )
 _IN_LISTS = ("Idefics3Processor", "SmolVLMProcessor")
 """Processors whose arrays have a dimension for conversations before that for images."""
-
-_BOXES = re.compile(
-    r"bbox_2d|\bbbox\b|point_2d|<\|box_start\|>|<\|point_start\|>|<box>|<quad>|<bbox>|<point>"
-    r"|<loc\d{4}>|<\|coord_\w+\|>",
-)
-"""Marks of coordinates in a text."""
 
 _IN_BYTES = {"do_rescale": False, "do_normalize": False}
 _KEPT_BYTES = 64 << 20
@@ -99,7 +93,7 @@ class ImageProcessor:
         self.token_ids: list[int] = known
         """The tokens that stand for an image, and those between its rows and parts."""
         self._token_texts: list[str] = self._tokenizer.convert_ids_to_tokens(known)
-        self._noted_boxes = False
+        self._kind: str = config.model_type
         self._kept: dict[tuple[int, bool], Processed] = {}
         """The images that were read last, oldest first, by the checksums of their files."""
 
@@ -188,18 +182,36 @@ class ImageProcessor:
         _, rows, columns = grid[0].tolist()
         return columns * patch, rows * patch
 
-    def _note_boxes(self, text: str, made: Processed) -> None:
-        """Logs once that an image with coordinates in its text has another size for the model."""
-        before, after = made.sizes
-        mark = None if self._noted_boxes or before == after else _BOXES.search(text)
-        if mark is not None:
-            self._noted_boxes = True
-            size = "another size" if after is None else f"{after[0]} x {after[1]} pixels"
-            logger.warning(
-                f"rows with coordinates ({mark[0]}): an image of {before[0]} x {before[1]} pixels has "
-                f"{size} for the model, and the coordinates stay as they are: those in pixels must be "
-                "of that size, and those relative to the image need no change (docs/images.md)"
+    def _with_coordinates(
+        self, rendered: Rendered, images: list[SizedImage], unit: Unit | None
+    ) -> Rendered:
+        """The conversation with coordinates as the model was trained with them. Raises RowError."""
+        own, objects = COORDINATES.get(self._kind), rendered.objects
+        if own is None and (unit is not None or objects is not None):
+            key = "images.coordinates: "
+            hint = "set it to null, and write those into the rows"
+            if objects is not None:
+                key, hint = (
+                    "",
+                    f"{typed('data.ignore_columns', [objects.column])} trains without them",
+                )
+            raise RecipeError(
+                f"{key}it is not known what coordinates a model of the type {self._kind} was trained "
+                f"with; {hint}"
             )
+        if unit is None or own is None:
+            rendered = replace(rendered, coordinates=located(rendered, images, own))
+        else:
+            rendered = converted(rendered, images, unit, own)
+        if objects is None or own is None:
+            return rendered
+        known = [self.placeholder, *self._token_texts, *self._tokenizer.get_added_vocab()]
+        for reference in objects.references:
+            if written := [text for text in known if text in reference]:
+                what = f"{reference!r} holds {written[0]}, a token of the model; remove it"
+                raise RowError(f"column {objects.column!r}: {what}")
+        texts = OBJECT_TEXTS.get(self._kind, ("{ref}", "{list}"))
+        return with_objects(rendered, images, own, texts)
 
     @functools.cached_property
     def pixel_table(self) -> npt.NDArray[np.float32] | None:
@@ -248,9 +260,12 @@ class ImageProcessor:
             joined[name] = made[None] if self._in_lists else made
         return joined
 
-    def expand(self, rendered: Rendered, sources: list[Any]) -> Rendered:
+    def expand(
+        self, rendered: Rendered, sources: list[Any], coordinates: Unit | None = None
+    ) -> Rendered:
         """The conversation with the text of its images in the place of their placeholders, and with
-        the images. Raises RowError."""
+        the images. coordinates: images.coordinates. Raises RowError, and RecipeError if the model's
+        coordinates are not known."""
         spans = [match.span() for match in re.finditer(re.escape(self.placeholder), rendered.text)]
         others = [text for text in self._token_texts if text in rendered.text]
         others = [text for text in others if text != self.placeholder]
@@ -263,18 +278,22 @@ class ImageProcessor:
                 what += "data.chat_template to one that shows them"
             raise RowError(what)
         if not sources:
+            if rendered.objects is not None:
+                what = "has boxes, and the row has no images"
+                raise RowError(f"column {rendered.objects.column!r} {what}")
             return rendered
-        texts, images = [], []
+        texts, images, sized = [], [], []
         in_bytes = self.pixel_table is not None  # only the text is needed here
-        for source in sources:
+        for source, (start, _) in zip(sources, spans, strict=True):
             made, checksum = self.read(source, in_bytes=in_bytes)
-            self._note_boxes(rendered.text, made)
+            sized.append(SizedImage(start, *made.sizes))
             texts.append(made.text)
             tokens = self.count_tokens(made.text)
             if not tokens:
                 what = "the text of an image has none of the tokens that stand for images"
                 raise RecipeError(f"images: {type(self._processor).__name__}: {what}")
             images.append(Placed(tokens, source, checksum, made.grid))
+        rendered = self._with_coordinates(rendered, sized, coordinates)
         return rendered.expanded(self.placeholder, texts, images)
 
     def count_tokens(self, text: str) -> int:

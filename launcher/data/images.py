@@ -15,12 +15,14 @@ import numpy.typing as npt
 
 from launcher.data.attachments import Attachment, Source
 from launcher.data.chat_template import Rendered
+from launcher.data.coordinates import Located, Unit, note
 from launcher.data.image_processor import ImageProcessor, load_processor
 from launcher.data.messages import Message
 from launcher.data.modality import Arrays, Modality
 from launcher.data.placing import source_of
 from launcher.data.tokenizer_files import PROCESSOR_FILES, read_json
 from launcher.errors import RecipeError, RowError, first_line
+from launcher.libraries.families import COORDINATES
 from launcher.recipe import schema
 from launcher.sources.hub import model_folder
 
@@ -95,6 +97,8 @@ class RowImages(Modality):
 
     max_pixels: int | None = None
     """images.max_pixels"""
+    coordinates: Unit | None = None
+    """images.coordinates"""
     kind = "image"
     source = ImageSource
     refused_keys = _REFUSED
@@ -106,7 +110,12 @@ class RowImages(Modality):
     def of(cls, section: schema.Images | None, model: str) -> RowImages:
         if section is None:
             return cls(model)
-        return cls(model, section.folder, max_pixels=section.max_pixels)
+        return cls(
+            model,
+            section.folder,
+            max_pixels=section.max_pixels,
+            coordinates=section.coordinates,
+        )
 
     @classmethod
     def of_export(cls, folder: Path, base: str | None) -> RowImages:
@@ -121,7 +130,8 @@ class RowImages(Modality):
         folder = model_folder(self.processor, key="model.path", weights=False)
         files = [Path(folder, name) for name in PROCESSOR_FILES]
         sums = [hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()]
-        return ["images", sums, self.max_pixels, self.folder]
+        coordinates = [] if self.coordinates is None else [self.coordinates]
+        return ["images", sums, self.max_pixels, self.folder, *coordinates]
 
     @property
     def loaded(self) -> ImageProcessor:
@@ -146,7 +156,14 @@ class RowImages(Modality):
                 section["max_pixels"] = min(self.max_pixels, section["max_pixels"])
 
     def expand(self, rendered: Rendered, sources: list[Any]) -> Rendered:
-        return self.loaded.expand(rendered, sources)
+        return self.loaded.expand(rendered, sources, self.coordinates)
+
+    def notes(self, found: Located) -> list[str]:
+        if self.coordinates is None and found == Located():
+            return []
+        folder = model_folder(self.processor, key="model.path", weights=False)
+        kind = read_json(folder / "config.json").get("model_type")
+        return note(found, self.coordinates, COORDINATES.get(str(kind)))
 
     def example_arrays(self) -> Arrays:
         from PIL import Image

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.data.columns import read_list, read_text, read_weights
+from launcher.data.coordinates import Objects, read_objects
 from launcher.data.placing import is_part_of, lacks_file, place, place_of_row, placeholder_of
 from launcher.errors import RowError
 from launcher.sources.layouts import (
@@ -95,6 +96,8 @@ class Chat:
     """The attachments of each kind that rows may have, in the order of their places."""
     weight: float | None = None
     """Of each token with loss (data.weights_column), times that of its message; None: 1."""
+    objects: Objects | None = None
+    """What the marks of objects in the texts stand for; None: the row has none."""
 
 
 def read_chat(encoder: Encoder, found: Match, row: Values) -> Chat:
@@ -143,6 +146,7 @@ def chat_of_row(
         attached.append((modality, sources))
     column = found.get("tools")
     tools = None if column is None else read_tools(row.get(column), column)
+    objects = found.get("objects")
     loss_on = encoder.settings.get("loss_on")
     chat = chat_of(messages, tools, loss_from=loss_from, loss_on=loss_on)
     if encoder.settings.get("message_weights"):
@@ -154,6 +158,7 @@ def chat_of_row(
         tools_column=column,
         attached=attached,
         weight=weight,
+        objects=None if objects is None else read_objects(row.get(objects), objects),
     )
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from launcher.data.attachments import Attachment, Source
+from launcher.data.coordinates import Located
 from launcher.data.messages import Message
 from launcher.sources.layouts import ATTACHMENTS
 from launcher.sources.location import Location
@@ -93,6 +94,10 @@ class Modality(ABC):
     def expand(self, rendered: Rendered, sources: list[Any]) -> Rendered:
         """The conversation with the text of its attachments of this kind in the place of their
         placeholders, and with these. Raises RowError."""
+
+    def notes(self, found: Located) -> list[str]:
+        """What to say at the start of the coordinates in the texts of rows."""
+        return []
 
     @abstractmethod
     def example_arrays(self) -> Arrays:

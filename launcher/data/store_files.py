@@ -240,6 +240,9 @@ class StoreWriter:
         self.sums["largest_id"] = max(self.sums["largest_id"], store.largest_id)
         for name in COUNTS:
             self.sums[name] = self.sums.get(name, 0) + getattr(store, name)
+        for name, count in store.located._asdict().items():
+            if count:
+                self.sums[name] = self.sums.get(name, 0) + count
         self.unused += [name for name in store.unused if name not in self.unused]
 
     def part_done(self) -> None:

@@ -39,6 +39,7 @@ from launcher.data.attachment_inputs import MODALITIES, TEXT_ALONE, ModelAttachm
 from launcher.data.attachments import ATTACHMENT, Attachment, Attachments, join_attachments
 from launcher.data.collation import RowInputs
 from launcher.data.columns import Weights
+from launcher.data.coordinates import Located, total
 from launcher.data.documents import Encoded
 from launcher.data.encoder import (
     Encoder,
@@ -183,6 +184,8 @@ class TokenStore:
     cut_tokens: int = 0
     further_documents: int = 0
     """Documents of queries beyond data.documents, which are not used."""
+    located: Located = field(default_factory=Located)
+    """The coordinates in the texts."""
     largest_id: int = -1
     unused: list[str] = field(default_factory=list)
     """Columns with content that are not used."""
@@ -304,6 +307,8 @@ def _place(
 def store_content(files: Found, encoder: Encoder, data: schema.Data) -> list[object]:
     """All that the documents of whole files depend on."""
     content = [_FORMAT, encoder.identity(), data.on_error, files.states, files.sample]
+    # Earlier stores have the marks of objects as text, and do not count coordinates
+    content += ["objects"] if encoder.modalities else []
     content += [] if data.limit is None else [data.limit]
     # Rows that are larger are not in the store
     return content + ([] if data.on_error == "fail" else [data.max_document_bytes])
@@ -680,6 +685,11 @@ def _load(folder: Path, files: list[SourcePart], encoder: Encoder) -> TokenStore
         ids, labels = mapped_tokens(files, meta)
     else:
         ids, labels = mapped("ids.bin", np.int32), mapped("labels.bin", np.int32)
+    # Stores of earlier versions have no such numbers
+    located = Located(**{name: meta.get(name, 0) for name in Located()._asdict()})
+    notes = encoder.notes
+    if attachments.exists():
+        notes += [note for modality in encoder.modalities for note in modality.notes(located)]
     return TokenStore(
         ids=ids,
         labels=labels,
@@ -692,7 +702,8 @@ def _load(folder: Path, files: list[SourcePart], encoder: Encoder) -> TokenStore
         folder=folder,
         files=files,
         fingerprint={"files": sizes, **encoder.fingerprint(), **counts},
-        notes=encoder.notes,
+        notes=notes,
+        located=located,
         prompt_form=meta["prompt_form"],
         **{name: meta[name] for name in ("largest_id", "skipped", "unused")},
         # Stores of earlier versions have fewer
@@ -854,6 +865,7 @@ def store_rows(rows: list[Encoded], files: Mapping[str, int] | None = None) -> T
         cut_documents=sum(row.cut_tokens > 0 for row in documents),
         cut_tokens=sum(row.cut_tokens for row in documents),
         further_documents=sum(row.further_documents for row in documents),
+        located=total(row.coordinates for row in documents if row.coordinates is not None),
     )
 
 

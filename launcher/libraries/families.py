@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Literal
 
 # Kinds of layers: the values of `layer_types` and `layers_block_type` in configs
 
@@ -181,6 +182,31 @@ WITHOUT_POSITIONS = ("afmoe", "gpt_oss", "granitemoehybrid")
 do not keep documents apart."""
 TEXT_POSITIONS_FIRST = ("qwen2_5_vl",)
 """Types that make masks from text positions, which stand before those of time, height and width."""
+COORDINATES: dict[str, Literal["pixels", "thousandths"]] = {
+    "qwen2_vl": "thousandths",
+    "qwen2_5_vl": "pixels",
+    "qwen3_vl": "thousandths",
+    "qwen3_vl_moe": "thousandths",
+    "qwen3_5": "thousandths",
+    "qwen3_5_moe": "thousandths",
+    "glm4v": "thousandths",
+    "glm4v_moe": "thousandths",
+    "glm46v": "thousandths",
+    "internvl": "thousandths",
+}
+"""By the type of a model of images, the coordinates in texts that it was trained with: pixels of the image
+in the size that the model sees, or thousandths of its width and height. By the answers of Qwen's
+authors (github.com/QwenLM/Qwen3-VL, issues 721, 866 and 1427), the model card of GLM-4.5V and
+InternVL's page on chat data."""
+OBJECT_TEXTS = {
+    "qwen2_vl": (
+        "<|object_ref_start|>{ref}<|object_ref_end|>",
+        "<|box_start|>{pairs}<|box_end|>",
+    ),
+    "internvl": ("<ref>{ref}</ref>", "<box>[{list}]</box>"),
+}
+"""How models write the name of an object and its box, where not plainly, as in ms-swift. pairs:
+(x1,y1),(x2,y2); list: [x1, y1, x2, y2]."""
 MISTRAL_TOKENIZERS = ("mistral", "mistral3", "voxtral", "ministral", "pixtral")
 """Types of models that transformers' fix_mistral_regex is for."""
 MIXED_DTYPES = frozenset({"MiniMaxLightningAttention"})

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._guards import TracingContext
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d
@@ -328,6 +329,13 @@ def mark_dynamic(tensor: torch.Tensor, dimension: int) -> None:
     """Lets compiled functions take any size of this dimension. Without it they are compiled again
     for another size."""
     torch._dynamo.maybe_mark_dynamic(tensor, dimension)
+
+
+def is_tracing_graph() -> bool:
+    """Whether `torch.compile` makes a graph of what is called, in this thread, also where a backend
+    runs Python code on fake tensors for it. Without it checkpointed blocks that have a context of
+    their own for recomputation cannot be compiled."""
+    return TracingContext.try_get() is not None
 
 
 def raise_recompile_limit(limit: int) -> None:

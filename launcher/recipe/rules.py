@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from launcher.distributed.rank_layout import PARALLEL_SIZES, LayoutSizes, sizes_of
 from launcher.libraries.extras import missing_extra
+from launcher.recipe.data_sets import named_models
 from launcher.recipe.decode import KeyPath, Problem, default_of, plain_value, value_of
 from launcher.recipe.model_config import change_problems, config_problems, of_text, size_problems
 from launcher.recipe.objectives import OBJECTIVES, objective_of
@@ -26,7 +27,7 @@ from launcher.recipe.schema import WITHOUT_REFERENCE, Data, MessagePart, Recipe,
 from launcher.recipe.section import AutoInt
 from launcher.recipe.template_names import PAIR_TEMPLATES, template_problem
 from launcher.sources.adapter import ADAPTER_CONFIG
-from launcher.sources.hub import is_hub_id, is_model_id, no_such_name
+from launcher.sources.hub import is_fetched, is_hub_id, no_such_name
 from launcher.sources.layouts import (
     ATTACHMENTS,
     EXPLICIT_ONLY,
@@ -41,7 +42,7 @@ from launcher.sources.layouts import (
     roles_of,
 )
 from launcher.sources.location import is_in_store, is_of_system, matching, no_such
-from launcher.sources.stores import problem_of, refusal
+from launcher.sources.stores import READ_ONLY, problem_of, refusal
 
 Found = Iterator[tuple[str | KeyPath, str, str]]
 """For each broken rule a dotted key or a path of keys, the name of the rule, and what to say."""
@@ -307,6 +308,8 @@ NEEDS: tuple[Needs, ...] = (
     Needs("checkpoint.export_dtype checkpoint.export_merged", "checkpoint.export", "at_end best"),
     Needs("checkpoint.export=best", "checkpoint.keep_best", True, ", such as eval_loss"),
     Needs("checkpoint.export=best", _SAVES, True),
+    Needs("checkpoint.copy_to", _SAVES, True),
+    Needs("checkpoint.copy_bandwidth", "checkpoint.copy_to", True),
     Needs("checkpoint.export_merged", "lora", True),
     Needs("checkpoint.export_base", "lora.quantize", True),
     Needs("checkpoint.export_base", "checkpoint.export_merged", True),
@@ -456,7 +459,7 @@ def _paths_of_models(recipe: Recipe) -> Found:
         teachers = recipe.distillation.paths().items()
         paths += [(recipe.distillation.key_of(name), path) for name, path in teachers]
     for key, path in paths:
-        if path is not None and not is_model_id(path) and not os.path.isfile(f"{path}/config.json"):
+        if path is not None and not is_fetched(path) and not os.path.isfile(f"{path}/config.json"):
             if os.path.isfile(f"{path}/{ADAPTER_CONFIG}"):
                 what = f"{path} is an adapter: lora.path continues it, with {key} as its base; or "
                 yield key, "is-adapter", f"{what}launcher export --merged writes a whole model"
@@ -918,6 +921,7 @@ def _batches(recipe: Recipe, ranks: int | None) -> Found:
     unit = 1 if micro == "auto" else micro
     resume = recipe.checkpoint.resume
     resumes = _has_checkpoints(recipe) if resume == "auto" else resume != "never"
+    resumes = resumes or recipe.checkpoint.copy_to is not None  # where there may be checkpoints
     if size % unit == 0 and resumes:
         return  # perhaps on another number of ranks: the last micro-batches may be smaller
     factors = [] if micro == "auto" else [f"{micro} (micro-batch)"]
@@ -991,13 +995,16 @@ def _tokenizer(recipe: Recipe) -> Found:
     if name is None and recipe.model.path is None and named:  # a model that is missing is reported
         what = f"missing; a model.config or model.builder has none of its own: {what}"
         yield "data.tokenizer", "missing", what
-    if name is not None and not is_model_id(name) and not os.path.isdir(name):
+    if name is not None and not is_fetched(name) and not os.path.isdir(name):
         yield "data.tokenizer", "no-such-path", f"{no_such_name('folder', name)}; {what}"
 
 
 def _data_files(recipe: Recipe) -> Found:
     if recipe.data.train is None and recipe.data.builder is None:
         yield "data.train", "missing", "missing; give data.train or data.builder"
+    for key, name in _other_names(recipe):
+        if is_in_store(name) and problem_of(name) is None and (missing := refusal(name)):
+            yield key, "not-installed", missing
     for where, pattern in _patterns(recipe):
         if is_in_store(pattern):  # which one rank asks for its objects, once the data is opened
             missing = None if problem_of(pattern) else refusal(pattern)
@@ -1013,6 +1020,37 @@ def _stores(recipe: Recipe) -> Found:
     for where, pattern in _patterns(recipe):
         if is_in_store(pattern) and (problem := problem_of(pattern)) is not None:
             yield where, "store", problem
+    for key, name in _other_names(recipe):
+        if is_in_store(name) and (problem := problem_of(name)) is not None:
+            yield key, "store", problem
+    if recipe.checkpoint.copy_to is not None:
+        yield from _copy_to(recipe.checkpoint.copy_to, recipe)
+
+
+def _copy_to(copy: str, recipe: Recipe) -> Found:
+    """What is wrong with a folder for copies, beside its name."""
+    if not is_in_store(copy):
+        own, folder = (os.path.realpath(path) for path in (recipe.run.dir, copy))
+        if os.path.commonpath([own, folder]) in (own, folder):
+            what = f"must not overlap with run.dir ({recipe.run.dir}); give a folder elsewhere"
+            yield "checkpoint.copy_to", "copy-in-run", what
+    elif problem_of(copy) is not None:
+        return
+    elif copy.partition("://")[0] in READ_ONLY:
+        what = "is only read; give s3://, gs:// or az://BUCKET/FOLDER, or a path"
+        yield "checkpoint.copy_to", "store", what
+    elif any(mark in copy for mark in "*?["):
+        yield "checkpoint.copy_to", "store", "give one folder, not a pattern"
+    elif copy.rstrip("/").count("/") < 3:
+        what = f"give a folder of the run's own, such as {copy.rstrip('/')}/{recipe.run.name}"
+        yield "checkpoint.copy_to", "store", what
+
+
+def _other_names(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """The names of folders that may be in stores, beside the data, and their keys."""
+    yield from ((key, name) for key, name, _ in named_models(recipe))
+    if recipe.checkpoint.copy_to is not None:
+        yield "checkpoint.copy_to", recipe.checkpoint.copy_to
 
 
 def _patterns(recipe: Recipe) -> Iterator[tuple[KeyPath, str]]:

@@ -628,6 +628,10 @@ class Images(Section):
     (Qwen); null: their own."""
     folder: Folder | None = None
     """Where relative paths of images start; null: at the folder of the row's file."""
+    coordinates: Literal["pixels", "thousandths", "fractions"] | None = None
+    """What the coordinates in the texts of rows are, such as bbox_2d: pixels of the image's file,
+    thousandths of its width and height, or parts of them from 0 to 1. They become what the model was
+    trained with. null: they stay as they are."""
 
 
 class Lora(Section):
@@ -948,6 +952,12 @@ class Checkpoint(Section):
     """Write checkpoints while training continues."""
     max_failures: PositiveInt = 3
     """Consecutive failed saves (a full disk) that end the run; fewer are logged."""
+    copy_to: Text | None = None
+    """A folder of an object store, such as s3://BUCKET/runs/${run.name} (gs://, az://), or of another
+    file system. Checkpoints are copied there while training continues, and a start whose run.dir does
+    not have the newest one resumes from it: on another machine, too."""
+    copy_bandwidth: ByteSize | None = None
+    """Bytes a second that copies may send, such as 200MB. null: no limit."""
     export: Literal["at_end", "best"] | None = None
     """Write weights as a Hugging Face folder to RUN_DIR/hf when the run ends. at_end: those of the
     last step. best: those of the best checkpoint (keep_best)."""
@@ -963,6 +973,11 @@ class Checkpoint(Section):
     def saves(self) -> bool:
         """Whether there are checkpoints."""
         return self.every_steps is not None or self.every_epochs is not None
+
+    @property
+    def copy_bytes(self) -> int | None:
+        """`copy_bandwidth` in bytes."""
+        return None if self.copy_bandwidth is None else size_in_bytes(self.copy_bandwidth)
 
 
 class Wandb(Section):

@@ -40,8 +40,8 @@ _PASSES = {"reference.safetensors": None, "teacher*_top_k.json": ".npy"}
 """What passes before the first step keep for the next start: the file that is written last, and the
 suffix of that with the results; None: it is the same."""
 _EVERY_EVENT = ("event", "time", "host", "attempt")
-_OF_EVENT = {"saved": ("step",), "resumed": ("step",)}
-Event = Literal["started", "built", "resumed", "saved", "failed", "stopped", "finished"]
+_OF_EVENT = {"saved": ("step",), "copied": ("step",), "resumed": ("step",)}
+Event = Literal["started", "built", "resumed", "saved", "copied", "failed", "stopped", "finished"]
 
 
 class RunFolder:

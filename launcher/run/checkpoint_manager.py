@@ -12,12 +12,15 @@ import torch
 import torch.distributed as dist
 
 from launcher.checkpoint import files
+from launcher.checkpoint.copier import Copier
+from launcher.checkpoint.copies import RunCopy
 from launcher.checkpoint.layout import holders
 from launcher.checkpoint.reader import (
     find_checkpoint,
     load,
     read_local,
     read_state,
+    verify_or_fetch,
     verify_together,
 )
 from launcher.checkpoint.replicas import Replicas
@@ -103,6 +106,10 @@ class CheckpointManager:
             before_write=run.check,
             held=self._held,
         )
+        self._copy = None if self._settings.copy_to is None else RunCopy(self._settings.copy_to)
+        self._copier: Copier | None = None
+        if self._copy is not None and self._ranks.rank == 0:
+            self._copier = Copier(run, self._settings)
         self._replicas = Replicas(self._tensors, self._ranks.group)
         if self._settings.saves:
             local = rank_state(self._module, self._ranks.device)
@@ -188,6 +195,10 @@ class CheckpointManager:
             if start == Latest():
                 refused = math.inf if at_most is None else at_most
             files.discard_newer(self._folder, state["step"], refused=refused)
+        if self._copier is not None:
+            self._copier.discard_after(state["step"])
+            if start == Latest():
+                self._copier.copy(state["step"], self._kept_for_results())
         dist.barrier(group=self._group)
         return Resumed(
             path,
@@ -224,7 +235,9 @@ class CheckpointManager:
         if isinstance(start, Fresh):
             return None
         if isinstance(start, Latest):
-            return find_checkpoint(self._folder, group=self._group, at_most=at_most)
+            return find_checkpoint(
+                self._folder, group=self._group, at_most=at_most, copy=self._copy
+            )
         path = start.path
         problem = verify_together(path, group=self._group)
         if problem is not None:
@@ -245,7 +258,8 @@ class CheckpointManager:
             return None
         path = self._folder / files.checkpoint_name(step)
         try:
-            if (problem := verify_together(path, group=self._group)) is not None:
+            problem = verify_or_fetch(path, group=self._group, copy=self._copy)
+            if problem is not None:
                 raise files.DamagedCheckpointError(path, problem)
             if self._ranks.device.type == "cuda":
                 torch.cuda.synchronize(self._ranks.device)
@@ -308,13 +322,29 @@ class CheckpointManager:
         self.report()
 
     def report(self) -> None:
-        """Logs saves that have ended since the last call. Raises TrainingError after too many
-        failures in a row."""
+        """Logs saves and copies that have ended since the last call. Raises TrainingError after too
+        many failures in a row, and if another start of the run writes to the copy."""
         self._log(self._checkpointer.poll())
+        if self._copier is not None:
+            self._copier.report()
 
     def finish(self) -> None:
         """Like `report`, but first waits for the save in progress."""
         self._log(self._checkpointer.finish())
+
+    def finish_copies(self, *, export: bool = False) -> str | None:
+        """Waits until the newest checkpoint, the small files of the run folder and, with `export`,
+        RUN_DIR/hf are copied (checkpoint.copy_to). Every rank must call it. Returns what could not be
+        copied and why, or None."""
+        problem = None
+        if self._copier is not None:
+            problem = self._copier.finish(export=export)
+        return problem if self._copy is None else from_rank_0(problem, self._group)
+
+    def _kept_for_results(self) -> list[int]:
+        """Steps of checkpoints that are kept for the results of their evaluations."""
+        best = self._checkpointer.best_step
+        return [*self._checkpointer.earlier_best, *([] if best is None else [best])]
 
     def close(self) -> None:
         """Frees the host memory for asynchronous saves; after `finish`."""
@@ -333,6 +363,8 @@ class CheckpointManager:
             )
             if self._ranks.rank == 0:
                 self._run.note("saved", step=save.step, bytes=save.bytes, seconds=save.seconds)
+            if self._copier is not None:
+                self._copier.copy(save.step, self._kept_for_results())
         failures, limit = self._checkpointer.failures, self._settings.max_failures
         if failures >= limit:
             raise TrainingError(

@@ -13,7 +13,7 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.errors import RecipeError
 from launcher.recipe.data_sets import data_sets, named_models
 from launcher.recipe.schema import Recipe
-from launcher.sources.hub import is_hub_id, is_model_id, load_data_set, model_folder
+from launcher.sources.hub import is_fetched, is_hub_id, load_data_set, model_folder
 
 MOST_BYTES = 10 * 2**30
 """Training files on which several nodes may wait for one to tokenize them: minutes."""
@@ -60,7 +60,7 @@ def refuse_to_tokenize(
 
 def _fetch(recipe: Recipe) -> None:
     for key, name, weights in named_models(recipe):
-        if is_model_id(name):
+        if is_fetched(name):
             model_folder(name, key=key, weights=weights)
     for files in data_sets(recipe.data):
         if files.validation or not recipe.data.streaming:

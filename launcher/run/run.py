@@ -363,6 +363,7 @@ class TrainingRun:
             exported = self._export()
             if exported is not None and best is not None:
                 exported += f": those of step {best}, the best"
+            self._copy(required=True)
         with self._progress.slow("end"):
             self._reporter.end(
                 "finished" if finished else "stopped",
@@ -371,6 +372,7 @@ class TrainingRun:
                 exported_step=best,
                 kept=None if self._checkpoints is None else self._checkpoints.saved_step,
             )
+        self._copy(required=False)
         return finished
 
     def _train(self) -> bool:
@@ -572,6 +574,19 @@ class TrainingRun:
             what += ", and the final checkpoint could not be saved"
             raise TrainingError(f"{what}: {checkpoints.trouble}", reason="checkpoint_failed")
         self._reporter.warn(checkpoints.trouble)
+
+    def _copy(self, *, required: bool) -> None:
+        """Waits until what the run has saved is copied (checkpoint.copy_to). required: of a run that has
+        finished: a failure ends it, so that another start copies the rest."""
+        recipe, checkpoints = self._recipe.checkpoint, self._checkpoints
+        if checkpoints is None or recipe.copy_to is None:
+            return
+        with self._progress.slow("copy"):
+            problem = checkpoints.finish_copies(export=required)
+        if problem is not None and required:
+            raise TrainingError(problem, reason="copy_failed")
+        if problem is not None:
+            logger.warning(problem)
 
     def _load_best(self) -> int | None:
         """Loads the weights that are exported, if they are not those of the last step; returns their

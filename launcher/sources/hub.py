@@ -17,8 +17,9 @@ from typing import Any
 from launcher.console import advanced
 from launcher.errors import RecipeError, first_line
 from launcher.libraries.extras import require_extra
+from launcher.sources.fetched import fetched_folder
 from launcher.sources.formats import COMPRESSED, FORMS
-from launcher.sources.location import Location, no_such
+from launcher.sources.location import Location, is_in_store, no_such
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,6 @@ _SPLIT = r"[\w.-]+(\[-?\d*%?:-?\d*%?\])?"
 """Such as `train[:1000]` or `train[90%:]`."""
 _REVISION = r"(@[\w.-]+(/[\w.-]+)*)?"
 """Such as `@v1.0`, `@refs/pr/1`, or the hash of a commit."""
-_OF_STORES = ("s3://", "gs://", "az://", "abfs://", "hf://")
-_COPY = "aws s3 sync {} FOLDER, and name FOLDER"
 _TOKENIZER_FILES = ["*.json", "*.model", "*.txt", "*.jinja", "*.py", "*.tiktoken"]
 CHAT_TEMPLATE = "chat_template.json"
 """The file in which older processors keep their chat template."""
@@ -97,14 +96,18 @@ def is_model_id(name: str) -> bool:
     return is_hub_id(name) and re.fullmatch(rf"[^/:@]+/[^/:@]+{_REVISION}", name) is not None
 
 
+def is_fetched(name: str) -> bool:
+    """Whether the files of a model are copied to this machine: from the hub or a store."""
+    return is_model_id(name) or is_in_store(name)
+
+
 def no_such_name(kind: str, name: str) -> str:
     """The message about a name that is neither a file or folder nor a hub id, and why not.
 
     kind: what was looked for, such as `folder`.
     """
-    if name.startswith(_OF_STORES):
-        copy = f"; copy it first: {_COPY.format(name)}" if name.startswith("s3://") else ""
-        return f"{name}: a {kind} is read from a disk of this machine or from the hub{copy}"
+    if is_in_store(name):
+        return f"{name}: a {kind} is read from a disk of this machine or from the hub"
     is_path = name.startswith(("/", "./", "../", "~")) or name in (".", "..")
     if is_path:
         return no_such(kind, name)
@@ -235,6 +238,10 @@ def config_file(name: str, *, fetch: bool) -> Path | None:
     fetch it from the hub, without weights. Raises RecipeError if it cannot be fetched."""
     if os.path.isdir(name):
         return Path(name, "config.json")
+    if is_in_store(name):
+        return (
+            model_folder(name, key="model.path", weights=False) / "config.json" if fetch else None
+        )
     if not is_model_id(name):
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -257,8 +264,8 @@ def model_config(name: str, *, fetch: bool) -> object:
 
 
 def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
-    """The folder of a model or tokenizer: `name` itself, or a snapshot in the hub's cache of
-    `owner/name` or `owner/name@revision`.
+    """The folder of a model or tokenizer: `name` itself, a snapshot in the hub's cache of `owner/name`
+    or `owner/name@revision`, or a copy of a folder in a store.
 
     key: of the recipe, for messages. weights: false: fetch only config and tokenizer.
     Raises RecipeError if it can be neither found nor fetched, or if links lead out of it.
@@ -267,6 +274,9 @@ def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
         _refuse_pipes(name, key)
         refuse_links(Path(name), key=key)
         return Path(name)
+    patterns = _MODEL_FILES if weights else _TOKENIZER_FILES
+    if is_in_store(name):
+        return fetched_folder(name, key=key, patterns=patterns)
     if not is_model_id(name):
         raise RecipeError(f"{key}: {no_such_name('folder', name)}")
     from huggingface_hub import snapshot_download
@@ -280,7 +290,6 @@ def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
             advanced()
             return super().update(n)
 
-    patterns = _MODEL_FILES if weights else _TOKENIZER_FILES
     repository, revision = split_revision(name)
     fetch = functools.partial(
         snapshot_download, repository, revision=revision, allow_patterns=patterns

@@ -143,6 +143,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     ),
     "tools": ("tools", "functions"),
     "images": ("images", "image"),
+    "objects": ("objects",),
     "chosen": (
         "chosen",
         "chosen_messages",
@@ -298,19 +299,19 @@ LAYOUTS = (
         _SHARED,
         "the last answer of the conversation, and whether it is good",
     ),
-    Layout("chat", ("messages",), (*_SHARED, "weights"), "a conversation"),
+    Layout("chat", ("messages",), (*_SHARED, "objects", "weights"), "a conversation"),
     Layout("tokens", ("input_ids",), ("labels", "weights"), "its token ids"),
     Layout("classification", ("text", "label"), (), "a text with its class"),
     Layout(
         "instruct",
         ("instruction", "response"),
-        ("input", "history", "reasoning", *_SHARED),
+        ("input", "history", "reasoning", *_SHARED, "objects"),
         "a user's and an assistant's turn; as text, Alpaca's headings",
     ),
     Layout(
         "instruct",
         ("prompt", "response"),
-        ("reasoning", *_SHARED),
+        ("reasoning", *_SHARED, "objects"),
         "a user's and an assistant's turn; as text, one after the other",
     ),
     Layout(

@@ -1,4 +1,4 @@
-"""Where files are: one type for all that finds, lists and opens the files of data."""
+"""Where files are: one type for all that finds, lists, opens and copies files that may be in a store."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ import glob
 import itertools
 import os
 import stat
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
 from launcher.errors import closest
+from launcher.files import StoredFile, checksum_of_file, flush, replace_file
 from launcher.sources import stores
 from launcher.sources.stores import AHEAD, Known
+
+TOGETHER = 8
+"""Requests at a time, of a process that copies files."""
+BLOCK = 4 << 20
+"""Bytes that are read of a file at once."""
+_RANGE = 16 << 20
+"""Bytes that are copied at once."""
 
 
 @dataclass(frozen=True)
@@ -116,13 +126,83 @@ class Location:
             return stores.open_object(self.name, self.known, ahead=ahead)
         return self.path.open("rb")
 
-    def files(self) -> list[Location]:
+    def files(self, *, now: bool = False) -> list[Location]:
         """All that is no folder below the folder, at any depth, sorted by path: files, links whose
-        target is missing, named pipes."""
+        target is missing, named pipes. now: asks a store again, which a run asks once for its data."""
         if self.in_store:
-            found = map(_of_entry, stores.below(self.name))
+            below = stores.below_now if now else stores.below
+            found = map(_of_entry, below(self.name))
             return sorted(found, key=lambda file: file.parts)
         return [Location(str(path)) for path in sorted(self.path.rglob("*")) if not path.is_dir()]
+
+    # Writing
+
+    def write(self, content: Callable[[], Iterable[bytes]], *, size: int) -> None:
+        """Writes the file, which readers see whole or not at all, with the folders above it.
+
+        content: begins the bytes anew for each attempt. size: how many they are.
+        """
+        if self.in_store:
+            stores.write_object(self.name, content, size)
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(self.path, only_writer=True) as scratch, scratch.open("wb") as stream:
+            stream.writelines(content())
+            flush(stream)
+
+    def write_bytes(self, content: bytes) -> None:
+        """Writes a small file."""
+        self.write(lambda: [content], size=len(content))
+
+    def read_bytes(self) -> bytes:
+        """The content of a small file, as it is now. Raises FileNotFoundError if there is none."""
+        if self.in_store:
+            return stores.read_object(self.name)
+        return self.path.read_bytes()
+
+    def remove(self) -> None:
+        """Removes the file, if it is there."""
+        if self.in_store:
+            stores.remove_object(self.name)
+        else:
+            self.path.unlink(missing_ok=True)
+
+    def download(
+        self, file: Path, *, advance: Callable[[float], None] = lambda _: None
+    ) -> StoredFile:
+        """Copies the file to a path of this machine, several ranges at once, and flushes it to the disk.
+        advance: is given the bytes of each range."""
+        size = self.size()
+        with replace_file(file, only_writer=True) as scratch, scratch.open("wb") as stream:
+            stream.truncate(size)
+
+            def fetch(start: int) -> None:
+                with self.open(ahead=0) as source:
+                    source.seek(start)
+                    piece = source.read(min(_RANGE, size - start))
+                _write_at(stream.fileno(), piece, start)
+                advance(len(piece))
+
+            with ThreadPoolExecutor(TOGETHER) as pool:
+                for _ in pool.map(fetch, range(0, size, _RANGE)):
+                    pass
+            flush(stream)
+        return StoredFile(bytes=size, checksum=checksum_of_file(file).hexdigest())
+
+    def upload(self, folder: Path, *, advance: Callable[[float], None] = lambda _: None) -> None:
+        """Copies the files of a folder of this machine into this one, several at a time; config.json
+        last, by which readers find a model. advance: is given the bytes that are sent."""
+        every = sorted(path for path in folder.rglob("*") if path.is_file())
+        last = [path for path in every if path.name == "config.json"]
+
+        def send(path: Path) -> None:
+            target = self.inside(path.relative_to(folder).as_posix())
+            target.write(lambda: _blocks(path, advance), size=path.stat().st_size)
+
+        for files in ([path for path in every if path not in last], last):
+            with ThreadPoolExecutor(TOGETHER) as pool:
+                for _ in pool.map(send, files):
+                    pass
 
     def is_hidden_in(self, folder: Location) -> bool:
         """Whether the name of the file, or of a folder between it and `folder`, begins with a dot, or is
@@ -150,6 +230,20 @@ class Location:
 
 def _of_entry(entry: stores.Entry) -> Location:
     return Location(entry.name, entry.known)
+
+
+def _blocks(file: Path, sent: Callable[[float], None]) -> Iterator[bytes]:
+    with file.open("rb", buffering=0) as stream:
+        while block := stream.read(BLOCK):
+            sent(len(block))
+            yield block
+
+
+def _write_at(descriptor: int, piece: bytes, at: int) -> None:
+    view = memoryview(piece)
+    while len(view):
+        written = os.pwrite(descriptor, view, at)
+        view, at = view[written:], at + written
 
 
 def is_in_store(name: str) -> bool:

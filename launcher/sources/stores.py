@@ -1,4 +1,4 @@
-"""Files in object stores and on web servers, through fsspec: what is there, and ranges of bytes.
+"""Files in object stores and on web servers, through fsspec: what is there, ranges of bytes, writing.
 
 A name is `scheme://bucket/key`. A process asks a store once for each listing. It reads an object only as
 long as the object is the one that was listed. A request that fails for a passing reason is made again.
@@ -6,6 +6,7 @@ long as the object is the one that was listed. A request that fails for a passin
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fnmatch
 import functools
@@ -222,9 +223,9 @@ class _ShortError(Exception):
     """A store sent fewer bytes than were asked for."""
 
 
-def _ask(name: str, request: Callable[[], _T]) -> _T:
-    """The result of a request about `name`, made again if it fails for a passing reason. Raises
-    FileNotFoundError and StoreError."""
+def _ask(name: str, request: Callable[[], _T], *, writes: bool = False) -> _T:
+    """The result of a request about `name`, made again if it fails for a passing reason. writes: what it
+    asks a right for. Raises FileNotFoundError and StoreError."""
     for attempt in itertools.count(1):
         try:
             return request()
@@ -234,7 +235,7 @@ def _ask(name: str, request: Callable[[], _T]) -> _T:
             cause = _cause(error)
             passing = _passes(cause)
             if not passing or attempt >= _OWN_ATTEMPTS.get(str(scheme_of(name)), ATTEMPTS):
-                raise _explained(name, cause, attempt if passing else 0) from None
+                raise _explained(name, cause, attempt if passing else 0, writes) from None
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (attempt - 1)) * random.uniform(0.75, 1)
             logger.info(f"{name}: {_said(cause)}; asking again in {pause:.1f} s")
             time.sleep(pause)
@@ -309,7 +310,7 @@ def _said(error: BaseException) -> str:
     return ": ".join(filter(None, (about, text))) or type(error).__name__
 
 
-def _explained(name: str, error: BaseException, attempts: int) -> Exception:
+def _explained(name: str, error: BaseException, attempts: int, writes: bool) -> Exception:
     """An error that names the object, what the store said, and what to do."""
     status, code, kind = _status(error), _code(error), type(error).__name__
     scheme = str(scheme_of(name))
@@ -338,8 +339,10 @@ def _explained(name: str, error: BaseException, attempts: int) -> Exception:
         why = f"there is no bucket {bucket} ({said})"
         hint = "check its name, and AWS_ENDPOINT_URL if it is of another server than Amazon's"
     elif status in (401, 403) or isinstance(error, PermissionError):
-        why = f"no right to read it ({said})"
+        why = f"no right to {'write' if writes else 'read'} it ({said})"
         hint = "ask the owner for the right to list the bucket and to read its objects"
+        if writes:
+            hint = "ask the owner for the right to list the bucket, and to read, write and delete objects"
         hint += f"; the credentials come from {where}" if where else ""
     elif status == 412 or kind in ("FileExpired", "ResourceModifiedError"):
         return changed(name)
@@ -349,6 +352,8 @@ def _explained(name: str, error: BaseException, attempts: int) -> Exception:
         number = errno.EIO
         why = f"the store failed {attempts} times, last with: {said}"
         hint = "start the run again when it works; what was tokenized is kept"
+        if writes:
+            hint = "what is on this machine is kept"
     else:
         return StoreError(errno.EIO, said, name)
     return StoreError(number, f"{why}; {hint}", name)
@@ -431,8 +436,7 @@ def inside(folder: str) -> tuple[Entry, ...]:
     return _listed(scheme, folder, infos)
 
 
-@functools.lru_cache(maxsize=1 << 10)
-def below(folder: str) -> tuple[Entry, ...]:
+def below_now(folder: str) -> tuple[Entry, ...]:
     """The objects below a folder at any depth, sorted by name. Raises StoreError."""
     fs, scheme = _filesystem(folder), str(scheme_of(folder))
     try:
@@ -440,6 +444,10 @@ def below(folder: str) -> tuple[Entry, ...]:
     except FileNotFoundError:
         return ()
     return tuple(entry for entry in _listed(scheme, folder, infos) if entry.known is not None)
+
+
+below = functools.lru_cache(maxsize=1 << 10)(below_now)
+"""The same, asked once."""
 
 
 def _listed(scheme: str, folder: str, infos: Iterable[dict[str, Any]]) -> tuple[Entry, ...]:
@@ -656,3 +664,48 @@ def _copy(name: str, known: Known) -> Any:
 
     _ask(name, download)
     return copy
+
+
+# Writing
+
+READ_ONLY = (*_WEB, "hf")
+"""Schemes of what is only read: a web server takes no files, and the hub makes a commit of each."""
+_PART = 32 << 20
+"""Bytes of a request that writes."""
+_MOST_PARTS = 9_000
+"""Of an object; stores take 10,000."""
+
+
+def write_object(name: str, content: Callable[[], Iterable[bytes]], size: int) -> None:
+    """Writes an object, which readers see whole or not at all.
+
+    content: begins the bytes anew for each attempt. size: how many they are. Raises StoreError, and
+    what `content` raises.
+    """
+    fs, part = _filesystem(name), max(_PART, -(-size // _MOST_PARTS))
+
+    def attempt() -> None:
+        file = fs.open(_key(name), "wb", block_size=part)
+        try:
+            for piece in content():
+                file.write(piece)
+        except BaseException:  # `close` would write what there is
+            with contextlib.suppress(Exception):
+                file.discard()
+            file.closed = True
+            raise
+        file.close()
+
+    _ask(name, attempt, writes=True)
+
+
+def read_object(name: str) -> bytes:
+    """The content of a small object as it is now, whatever was listed. Raises StoreError and
+    FileNotFoundError."""
+    return _ask(name, lambda: bytes(_filesystem(name).cat_file(_key(name))))
+
+
+def remove_object(name: str) -> None:
+    """Removes an object, if it is there. Raises StoreError."""
+    with contextlib.suppress(FileNotFoundError):
+        _ask(name, lambda: _filesystem(name).rm_file(_key(name)), writes=True)

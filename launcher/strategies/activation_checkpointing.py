@@ -24,6 +24,7 @@ from launcher.libraries.private import (
     OpOverload,
     argument_names,
     checkpoint_wrapper,
+    is_tracing_graph,
     varlen_operator,
 )
 from launcher.recipe import schema
@@ -45,6 +46,7 @@ class Kept(NamedTuple):
 
 
 ATTENTION_ALONE = Kept(attention=True, calls=frozenset())
+NOTHING = Kept(attention=False, calls=frozenset())
 
 
 def recomputation_changes_state(block: nn.Module) -> bool:
@@ -109,7 +111,14 @@ def is_random(operation: OpOverload, args: Sequence[object], kwargs: Mapping[str
 def _within(
     recomputation: Recomputation, inner: Contexts | None
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The contexts of a forward pass and of its recomputation, the second one in `recomputation`."""
+    """The contexts of a forward pass and of its recomputation, the second one in `recomputation`.
+
+    Without `recomputation` in a graph of `torch.compile`, which takes modes of dispatch alone and
+    serves all micro-batches: it holds nothing that depends on the call, because layers that do are
+    not compiled, and a block with such a layer is checkpointed outside of graphs.
+    """
+    if is_tracing_graph():
+        return inner() if inner is not None else _contexts(NOTHING)
     forward, again = (nullcontext(), nullcontext()) if inner is None else inner()
     return forward, _Both(recomputation(), again)
 

@@ -1,7 +1,6 @@
 """Runs whose data is in an object store: they train what they train from a disk."""
 
 import json
-import logging
 import random
 import re
 from collections import Counter
@@ -13,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from tests.distributed.launching import forked
-from tests.object_store import BUCKET, Answer, object_store
+from tests.object_store import BUCKET, Answer
 
 RECIPE = """\
 run: {name: files, max_steps: 6, dir: run, seed: 3}
@@ -41,13 +40,6 @@ def chat(number):
 
 def lines(numbers):
     return "".join(json.dumps(chat(number)) + "\n" for number in numbers)
-
-
-@pytest.fixture(scope="module")
-def server():
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    with object_store() as store:
-        yield store
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 import pytest
 
+from launcher.sources import stores
+from tests.object_store import forget
 from tests.unit.small_recipe import SMALL
 
 
@@ -10,3 +12,17 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "x.yaml").write_text(SMALL)
     (tmp_path / "data.txt").write_text("some text\n")
     return tmp_path
+
+
+@pytest.fixture
+def store(server, monkeypatch):
+    """The server with an empty bucket, and pauses that take no time."""
+    for name, value in server.variables().items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.001)
+    server.empty()
+    forget()
+    yield server
+    forget()
+    server.fault = None

@@ -230,16 +230,22 @@ def test_torch_has_the_names_of_process_groups():
 
 
 def test_torch_has_the_names_of_compilation():
-    seen = []
+    seen, tracing = [], []
+
+    def backend(graph, inputs):
+        tracing.append(private.is_tracing_graph())
+        return graph
+
     private.raise_recompile_limit(8)
     with private.compilation_observed(
         lambda _: seen.append("begins"), lambda _: seen.append("ends")
     ):
-        compiled = torch.compile(lambda tensor: tensor + 1, backend="eager")
+        compiled = torch.compile(lambda tensor: tensor + 1, backend=backend)
         tensor = torch.zeros(3)
         private.mark_dynamic(tensor, 0)
         compiled(tensor)
     assert seen[:2] == ["begins", "ends"]
+    assert (tracing, private.is_tracing_graph()) == ([True], False)
     assert private.compile_counters()["stats"]["unique_graphs"] >= 1
 
 

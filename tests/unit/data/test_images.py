@@ -411,24 +411,6 @@ def test_max_pixels(folder):
         encoded(folder, [row], "llava", max_pixels=4000)
 
 
-@pytest.mark.parametrize("mark", ['{"bbox_2d": [1, 2, 30, 40]}', "<|box_start|>(1,2)<|box_end|>"])
-def test_coordinates_of_an_image_that_is_scaled_are_named(folder, mark, caplog):
-    """In the text of a row, once. An image that keeps its size needs no note."""
-    load_processor.cache_clear()
-    row = asked({"type": "image", "path": "wide.png"}, text(mark))
-    encoded(folder, [row, row], max_pixels=4000)
-    seen = re.findall(
-        r"rows with coordinates \((.*)\): an image of (\d+ x \d+) pixels has (.*) for", caplog.text
-    )
-    assert [(found[0] in mark, found[1]) for found in seen] == [(True, "120 x 60")]
-    assert seen[0][2] != seen[0][1]
-    caplog.clear()
-    load_processor.cache_clear()
-    encoded(folder, [asked({"type": "image", "path": "wide.png"}, text("a box"))], max_pixels=4000)
-    encoded(folder, [asked({"type": "image", "path": "small.png"}, text(mark))])
-    assert "coordinates" not in caplog.text
-
-
 @pytest.mark.parametrize("length", [160, 70, 40, 22])
 @pytest.mark.parametrize("packing", [True, False])
 def test_images_stay_whole(folder, length, packing):

@@ -4,7 +4,6 @@ import bz2
 import gzip
 import io
 import json
-import logging
 import lzma
 import os
 import random
@@ -19,6 +18,7 @@ from launcher.data.placing import source_of
 from launcher.errors import RecipeError, RowError
 from launcher.recipe.load import load_recipe
 from launcher.sources import stores
+from launcher.sources.fetched import fetched_folder
 from launcher.sources.finding import (
     content_sample,
     file_states,
@@ -31,40 +31,10 @@ from launcher.sources.finding import (
 from launcher.sources.location import matching
 from launcher.sources.ranges import split
 from launcher.sources.rows import read_all
-from tests.object_store import BUCKET, Answer, object_store, once, web_server
+from tests.object_store import BUCKET, Answer, forget, once, web_server
 
 pytestmark = pytest.mark.slow
 ROOT = f"s3://{BUCKET}"
-
-
-@pytest.fixture(scope="module")
-def server():
-    logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    with object_store() as store:
-        yield store
-
-
-@pytest.fixture
-def store(server, monkeypatch):
-    """The server with an empty bucket, and pauses that take no time."""
-    for name, value in server.variables().items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    monkeypatch.setattr(stores, "FIRST_PAUSE", 0.001)
-    listed = server.client.list_objects_v2(Bucket=BUCKET).get("Contents", ())
-    for each in listed:
-        server.client.delete_object(Bucket=BUCKET, Key=each["Key"])
-    server.fault = None
-    forget()
-    yield server
-    forget()
-    server.fault = None
-
-
-def forget():
-    stores.forget()
-    stores._of_process.cache_clear()
-    stores._content.cache_clear()
 
 
 def made(count, seed=0, width=40):
@@ -445,9 +415,75 @@ def test_a_plan_needs_no_store(folder, monkeypatch):
         load_recipe(["recipe=x.yaml", f"data.train={ROOT}/a.jsonl"], ranks=1)
 
 
-def test_a_model_is_not_read_from_a_store(folder):
-    with pytest.raises(RecipeError, match="aws s3 sync s3://bucket/model FOLDER"):
-        load_recipe(["recipe=x.yaml", "model={path: 's3://bucket/model', config: null}"], ranks=1)
+def fetched(name, *patterns):
+    return fetched_folder(name, key="model.path", patterns=patterns or ("*.json", "*.safetensors"))
+
+
+def test_a_model_is_fetched_once(store):
+    files = {
+        "config.json": b"{}",
+        "model.safetensors": bytes(20 << 20),
+        "1_Pooling/config.json": b"1",
+    }
+    for name, content in files.items():
+        store.put(f"models/m/{name}", content)
+    store.put("models/m/other.bin", b"not needed")
+    store.fault = once(2, Answer(503, "SlowDown"))
+    tokenizer = fetched(f"{ROOT}/models/m", "*.json")
+    assert not (tokenizer / "model.safetensors").exists()
+    folder = fetched(f"{ROOT}/models/m/")
+    assert folder == tokenizer
+    found = {str(file.relative_to(folder)): file for file in folder.rglob("*") if file.is_file()}
+    assert {name: file.read_bytes() for name, file in found.items()} == files
+    store.requests.clear()
+    assert fetched(f"{ROOT}/models/m") == folder
+    assert store.requests == []
+    forget()
+    assert fetched(f"{ROOT}/models/m") == folder
+    assert len(store.requests) == 1, "a listing"
+    # Other weights are another folder
+    store.put("models/m/model.safetensors", b"others")
+    forget()
+    other = fetched(f"{ROOT}/models/m")
+    assert other != folder
+    assert (other / "model.safetensors").read_bytes() == b"others"
+    assert (folder / "model.safetensors").stat().st_size == 20 << 20
+
+
+def test_a_model_that_is_not_there(store):
+    store.put("models/m/config.json", b"{}")
+    for name, said in [
+        (
+            f"{ROOT}/models/n",
+            f"model.path: no such folder with a config.json: {ROOT}/models/n",
+        ),
+        ("s3://gone/models/n", "model.path: s3://gone/models/n: there is no bucket gone"),
+        (
+            "https://host/m",
+            r"model.path: https://host/m: a model is read from s3://.* download its",
+        ),
+        ("hf://owner/m", "write owner/name"),
+        ("s4://b/m", "model.path: s4://b/m: unknown scheme"),
+    ]:
+        with pytest.raises(RecipeError, match=said):
+            fetched(name)
+    store.fault = lambda request: Answer(403, "AccessDenied")
+    forget()
+    with pytest.raises(RecipeError, match=r"model.path: .*no right to read it"):
+        fetched(f"{ROOT}/models/m")
+
+
+def test_a_model_of_a_store_is_checked_before_torch(folder, monkeypatch):
+    for path, said in [
+        ("s4://b/m", "unknown scheme s4"),
+        ("s3://b/m?token=hidden-word", "hidden|secret"),
+    ]:
+        with pytest.raises(RecipeError, match=said):
+            load_recipe(["recipe=x.yaml", f"model={{path: '{path}', config: null}}"], ranks=1)
+    load_recipe(["recipe=x.yaml", "model={path: 's3://b/m', config: null}"], ranks=1)
+    monkeypatch.setitem(__import__("sys").modules, "s3fs", None)
+    with pytest.raises(RecipeError, match=r"model.path=s3://b/m: s3://b/m: needs s3fs"):
+        load_recipe(["recipe=x.yaml", "model.path=s3://b/m", "model.config=null"], ranks=1)
 
 
 # Web servers

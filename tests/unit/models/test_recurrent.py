@@ -68,7 +68,7 @@ def packable(model):
 
 
 def checkpoint(model, mode="full"):
-    checkpoint_blocks(
+    return checkpoint_blocks(
         model,
         describe(model).blocks,
         ActivationCheckpointing(mode=mode),
@@ -163,6 +163,33 @@ def test_calls_in_flight_have_documents_of_their_own(mode):
     for expected, parameter in zip(one.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, expected.grad, rtol=1e-4, atol=1e-5)
     assert record_of(other).documents.documents is None, "nothing stays on the model"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mode", ["full", "all_but_attention", "selective"])
+@pytest.mark.parametrize(
+    "model_type", ["granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5_text", "qwen3_next"]
+)
+def test_compiled_blocks_that_are_computed_again(model_type, mode):
+    """A block without a recurrent layer is checkpointed in its graph, others outside of graphs."""
+    torch._dynamo.reset()
+    plain, compiled = build(model_type).train(), build(model_type).train()
+    made = [
+        micro_batch(documents(sizes), masking=packable(model) and "varlen", recurrent=True)
+        for model, sizes in ((plain, ROWS), (compiled, [[20, 20], [50, 2, 2], [1, 80]]))
+    ]
+    for block in checkpoint(compiled, mode).values():
+        block.compile(backend="aot_eager")
+    losses_of = [
+        [losses(model(**each.inputs, use_cache=False).logits, each.targets) for each in made]
+        for model in (plain, compiled)
+    ]
+    for expected, found in zip(*losses_of, strict=True):  # both calls are in flight
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+        expected.backward()
+        found.backward()
+    for (name, one), other in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
 def test_without_separation_documents_mix():

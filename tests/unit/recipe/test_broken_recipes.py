@@ -160,7 +160,15 @@ IN_ARGUMENTS = r"""
 | data.validation=https://host/a.jsonl?sig=word | data.validation[0]/store
 | data.validation={a: file:///a.jsonl} | data.validation.a[0]/store
 | data.train=https://host/*.jsonl | data.train[0]/store
-| model.config=null & model.path=s3://bucket/model | model.path/no-such-path
+| model.config=null & model.path=s4://bucket/model | model.path/store
+| model.config=null & model.path=s3://bucket/model?token=secret | model.path/store
+| checkpoint.copy_to=s3://bucket | checkpoint.copy_to/store
+| checkpoint.copy_to=hf://owner/name/runs/x | checkpoint.copy_to/store
+| checkpoint.copy_to=s3://bucket/*/x | checkpoint.copy_to/store
+| checkpoint.copy_to=runs/small/checkpoints | checkpoint.copy_to/copy-in-run
+| checkpoint.copy_to=copies/x & checkpoint.every_steps=null | checkpoint.copy_to/needs-checkpoint.every_steps
+| checkpoint.copy_bandwidth=200MB | checkpoint.copy_bandwidth/needs-checkpoint.copy_to
+| checkpoint.copy_to=copies/x & checkpoint.copy_bandwidth=200 | checkpoint.copy_bandwidth/form
 2 | batch.global_batch_size=60 | /not-a-multiple
 1 | batch.global_batch_size=4 | /not-a-multiple
 8 | batch.micro_batch_size=auto & batch.global_batch_size=60 | /not-a-multiple

@@ -1,0 +1,314 @@
+"""The copy of a run folder in another place (checkpoint.copy_to): what is there, and how a start on
+another machine continues from it. Imports no torch.
+
+    COPY_TO/run.json       which run it is, and which start of the run may write here
+    COPY_TO/checkpoints/   as in the run folder; the marker of a checkpoint is written last
+    COPY_TO/metrics.jsonl  and the other small files of the run folder, as they were at the last copy
+    COPY_TO/hf/            the export of a finished run
+
+`copier.py` writes it. An object store has no locks: each start writes its own name into run.json, and
+an earlier start that still runs elsewhere finds another name there, and stops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from launcher.checkpoint import files
+from launcher.checkpoint.files import INDEX, MARKER, STATE, Marker
+from launcher.console import bytes_as_text
+from launcher.errors import RecipeError
+from launcher.files import StoredFile, replace_text, write_file
+from launcher.recipe import schema
+from launcher.recipe.schema import Recipe
+from launcher.reliability.run_directory import RunFolder
+from launcher.sources.location import Location
+
+RECORD = "run.json"
+_OWN = "copy.json"
+"""In the run folder: the record as this start has written it."""
+SMALL_FILES = (
+    *("recipe.yaml", "metrics.jsonl", "samples.jsonl", "skipped_rows.jsonl", "experts.json"),
+    *("events.jsonl", "status.json"),
+)
+"""Files of the run folder that are copied with each checkpoint."""
+ROUNDS = "rounds"
+"""The folder with the answers of rounds of distillation, which a resumed run reads, too."""
+
+
+class CopyRecord(BaseModel):
+    """Content of run.json."""
+
+    run: str
+    """Differs between runs; the same for all starts of one."""
+    name: str
+    """run.name"""
+    start: str
+    """Differs between starts: the last one that began may write."""
+    host: str
+    time: float
+
+
+class SupersededError(Exception):
+    """Another start of the run writes to the copy."""
+
+
+@dataclass(frozen=True)
+class CopiedCheckpoint:
+    """A whole checkpoint of a copy."""
+
+    step: int
+    marker: Marker
+    content: bytes
+    """Of the marker."""
+    files: Mapping[str, Location]
+
+    @property
+    def folder(self) -> Location:
+        """Where it is."""
+        return self.files[MARKER].parent
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(file.bytes for file in self.marker.files.values())
+
+    def fetch(self, name: str, folder: Path) -> str | None:
+        """Copies a file of the checkpoint into a folder. Returns what is wrong with the copy, or None.
+        Raises OSError."""
+        stored = self.files[name].download(folder / name)
+        expected = self.marker.files[name]
+        return None if stored == expected else f"{self.files[name].name} is damaged"
+
+
+class RunCopy:
+    """The copy of a run in a folder. Methods raise OSError (`StoreError` of stores)."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Location(folder.rstrip("/"))
+
+    def read_record(self) -> CopyRecord | None:
+        """run.json as it is now; None if there is none. Raises RecipeError if it is no record."""
+        file = self.folder.inside(RECORD)
+        try:
+            return CopyRecord.model_validate_json(file.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            what = f"checkpoint.copy_to: {file.name} is not the record of a run's copy"
+            raise RecipeError(f"{what}; give a folder of the run's own: {error}") from None
+
+    def write_record(self, record: CopyRecord) -> None:
+        """Writes run.json."""
+        self.folder.inside(RECORD).write_bytes(record.model_dump_json(indent=1).encode())
+
+    def check(self, start: str) -> None:
+        """Raises SupersededError if another start of the run has written its name since."""
+        record = self.read_record()
+        if record is not None and record.start != start:
+            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.time))
+            text = f"another start of this run, on {record.host} since {since}, writes to "
+            raise SupersededError(f"{text}{self.folder.name}")
+
+    def listed(self) -> dict[int, dict[str, Location]]:
+        """The files of each checkpoint that is there now, whole or not, by step."""
+        folder = self.folder.inside("checkpoints")
+        found: dict[int, dict[str, Location]] = {}
+        for file in folder.files(now=True):
+            parts = file.parts[len(folder.parts) :]
+            if len(parts) == 2 and (step := files.step_in(parts[0])) is not None:
+                found.setdefault(step, {})[parts[1]] = file
+        return found
+
+    def whole(self, step: int, found: Mapping[str, Location]) -> CopiedCheckpoint | None:
+        """The checkpoint of these files, unless one is missing or has another size than it had."""
+        if MARKER not in found:
+            return None
+        content = found[MARKER].read_bytes()
+        try:
+            marker = Marker.model_validate_json(content)
+        except ValidationError:
+            return None
+        sizes = {name: file.size() for name, file in found.items()}
+        stored = marker.files.items()
+        if marker.step != step or any(sizes.get(name) != file.bytes for name, file in stored):
+            return None
+        return CopiedCheckpoint(step, marker, content, found)
+
+    def newest(self) -> CopiedCheckpoint | None:
+        """The newest whole checkpoint."""
+        for step, found in sorted(self.listed().items(), reverse=True):
+            if (checkpoint := self.whole(step, found)) is not None:
+                return checkpoint
+        return None
+
+    def find(self, step: int) -> CopiedCheckpoint | None:
+        """The checkpoint of a step, if it is there and whole."""
+        found = self.listed().get(step)
+        return None if found is None else self.whole(step, found)
+
+    def remove(self, found: Mapping[str, Location]) -> None:
+        """Removes a checkpoint, the marker first: what is left of it is not whole."""
+        for name in sorted(found, key=lambda name: name != MARKER):
+            found[name].remove()
+        for folder in {file.parent for file in found.values() if not file.in_store}:
+            with contextlib.suppress(OSError):  # it holds other files
+                folder.path.rmdir()
+
+
+# At the start of a run
+
+
+def own_record(run: RunFolder) -> CopyRecord | None:
+    """The record as the last start in this run folder has written it."""
+    with contextlib.suppress(OSError, ValidationError):
+        return CopyRecord.model_validate_json((run.path / _OWN).read_bytes())
+    return None
+
+
+def begin(recipe: Recipe, run: RunFolder) -> str | None:
+    """Lets this start write to the copy. If the newest checkpoint is there, and not in the run folder,
+    fetches what decides about a resume: the ranks fetch the tensors later (`fetch_missing`).
+
+    For rank 0, which has the lock of the run folder. Returns a line about what was found, or None.
+    Raises RecipeError if the copy is of another run, or cannot be read or written.
+    """
+    assert recipe.checkpoint.copy_to is not None
+    copy = RunCopy(recipe.checkpoint.copy_to)
+    try:
+        record, own, copied = copy.read_record(), own_record(run), copy.newest()
+        newest = _newest_step(run)
+        if (problem := _not_continued(copy, record, copied, own, newest, recipe)) is not None:
+            raise RecipeError(f"checkpoint.copy_to: {problem}")
+        line = None
+        if record is not None and copied is not None:
+            if newest is None or copied.step > newest:
+                _take_over(copy, copied, run)
+                size = bytes_as_text(copied.size)
+                line = f"the newest checkpoint, of step {copied.step} ({size}), is that in "
+                line += copied.folder.name
+            own = record
+        mine = CopyRecord(
+            run=os.urandom(8).hex() if own is None else own.run,
+            name=recipe.run.name,
+            start=os.urandom(8).hex(),
+            host=socket.gethostname(),
+            time=time.time(),
+        )
+        copy.write_record(mine)
+        run.path.mkdir(parents=True, exist_ok=True)
+        replace_text(run.path / _OWN, mine.model_dump_json(indent=1) + "\n")
+    except OSError as error:
+        where = error.filename or copy.folder.name
+        raise RecipeError(f"checkpoint.copy_to: {where}: {error.strerror or error}") from None
+    return line
+
+
+def _newest_step(run: RunFolder) -> int | None:
+    """The step of the newest checkpoint of the run folder whose files are all there."""
+    for path in reversed(files.list_checkpoints(run.path / "checkpoints")):
+        if files.verify(path, deep=False) is None:
+            return files.step_of(path)
+    return None
+
+
+def _not_continued(
+    copy: RunCopy,
+    record: CopyRecord | None,
+    copied: CopiedCheckpoint | None,
+    own: CopyRecord | None,
+    newest: int | None,
+    recipe: Recipe,
+) -> str | None:
+    """Why this start must not write to the copy; None: it may."""
+    where, name = copy.folder.name, recipe.run.name
+    if record is not None and record.name != name:
+        what = (
+            f"{where} holds the run {record.name}, and this one is {name}; give another folder, or "
+        )
+        return f"{what}continue that one with run.name={record.name}"
+    if copied is None:
+        return None
+    if record is None:
+        what = f"there are checkpoints in {copied.folder.parent.name}, but no {RECORD} beside them"
+        return f"{what}; give another folder, or restore that file"
+    continued = own is not None and own.run == record.run
+    if recipe.checkpoint.resume == "never" and not continued:
+        what = f"{where} holds a run, and checkpoint.resume is never"
+        return f"{what}; give another folder and another run.dir"
+    if newest is not None and not continued:
+        what = f"{where} holds another run than {recipe.run.dir}; give another folder"
+        return f"{what}, or another run.dir to continue the run that was copied"
+    return None
+
+
+def _take_over(copy: RunCopy, copied: CopiedCheckpoint, run: RunFolder) -> None:
+    """Fetches the small files of the run and of its newest checkpoint."""
+    for file in small_files(copy.folder):
+        with contextlib.suppress(FileNotFoundError):
+            content = file.read_bytes()
+            local = run.path.joinpath(*file.parts[len(copy.folder.parts) :])
+            local.parent.mkdir(parents=True, exist_ok=True)
+            write_file(local, content)
+    path = run.path / "checkpoints" / files.checkpoint_name(copied.step)
+    path.mkdir(parents=True, exist_ok=True)
+    fetch_small(copied, path)
+
+
+def small_files(folder: Location) -> list[Location]:
+    """The small files of a run folder or of its copy, of which some may be missing."""
+    return [
+        *(folder.inside(name) for name in SMALL_FILES),
+        *folder.inside(ROUNDS).files(now=True),
+    ]
+
+
+def fetch_small(copied: CopiedCheckpoint, path: Path) -> None:
+    """Fetches all of a checkpoint but the tensors, the marker last."""
+    for name in (STATE, INDEX):
+        if copied.fetch(name, path) is not None:
+            raise OSError(0, "it is damaged", copied.files[name].name)
+    write_file(path / MARKER, copied.content)
+
+
+def fetch_missing(
+    copied: CopiedCheckpoint, path: Path, *, rank: int, ranks: int
+) -> tuple[int, str | None]:
+    """Fetches this rank's share of the files of a checkpoint that are missing in `path`, or are not as
+    they were written. Returns the bytes, and what is wrong, or None."""
+    stored, fetched = copied.marker.files, 0
+    for name in sorted(stored, key=lambda name: -stored[name].bytes)[rank::ranks]:
+        try:
+            if _is_whole(path / name, stored[name]):
+                continue
+            if problem := copied.fetch(name, path):
+                return fetched, problem
+        except OSError as error:
+            return fetched, f"{error.filename or name}: {error.strerror or error}"
+        fetched += stored[name].bytes
+    return fetched, None
+
+
+def _is_whole(file: Path, stored: StoredFile) -> bool:
+    if not file.is_file() or file.stat().st_size != stored.bytes:
+        return False
+    return files.checksum_of_file(file).hexdigest() == stored.checksum
+
+
+def outdated(
+    steps: Collection[int], settings: schema.Checkpoint, best: Collection[int]
+) -> Iterator[int]:
+    """The steps, of those of whole checkpoints, that `files.prune` would delete. best: those that are
+    kept for the results of their evaluations."""
+    every = settings.keep_every
+    for step in sorted(steps, reverse=True)[settings.keep_last :]:
+        if step not in best and not (every and step % every == 0):
+            yield step
