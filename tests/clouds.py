@@ -7,14 +7,11 @@ from pathlib import Path
 
 import yaml
 
-from launcher.recipe.decode import keys
 from tests import REPOSITORY
 
 FOLDER = REPOSITORY / "docs/clouds"
 GPUS = 8
 MODEL, DATA, STORE = "Qwen/Qwen3-8B", "s3://my-bucket/data/*.jsonl", "s3://my-bucket/runs/my-run"
-COPIES = ("checkpoint", "copy_to") in keys()
-"""Whether this version knows checkpoint.copy_to."""
 
 
 @dataclass

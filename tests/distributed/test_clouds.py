@@ -10,7 +10,6 @@ import sys
 import pytest
 
 from tests.clouds import (
-    COPIES,
     DATA,
     DNS_NAMES,
     FILES,
@@ -46,11 +45,10 @@ def folder(tmp_path_factory):
 def replacements(file, folder, run_dir, address):
     """A small run on CPUs in place of the file's. `address`: of node 0."""
     text = (FOLDER / file).read_text()
-    copies = f"checkpoint.copy_to={folder}/copies/{run_dir.name}"
     found = {
         "recipe=sft": f"recipe={folder}/recipe.yaml",
         f"model.path={MODEL}": f"run.max_steps={STEPS}",
-        f"checkpoint.copy_to={STORE}": copies if COPIES else "checkpoint.keep_last=20",
+        f"checkpoint.copy_to={STORE}": f"checkpoint.copy_to={folder}/copies/{run_dir.name}",
     }
     data = next(each for each in (f"data.train='{DATA}'", f"data.train={DATA}") if each in text)
     found[data] = "run.device=cpu"
@@ -82,7 +80,8 @@ def start(file, nodes, folder, scratch, run_dir, *, only=None):
 @pytest.mark.long
 @pytest.mark.parametrize("file", FILES)
 def test_command_of_each_file(file, folder, tmp_path):
-    """One node gets SIGTERM: all save and end with status 75. Started again, they resume."""
+    """One node gets SIGTERM: all save, copy, and end with status 75. Started again with an empty run
+    folder, they resume from the copy."""
     run_dir = folder / file.replace(".", "_")
     with two_nodes() as nodes:
         used = nodes[:1] if file in ONE_NODE else nodes
@@ -93,13 +92,10 @@ def test_command_of_each_file(file, folder, tmp_path):
         assert [node.wait(120) for node in used] == stopped, used[0].output()[-8000:]
         assert status(run_dir)["state"] == "stopped"
         assert status(run_dir)["step"] < STEPS
-        lines = records(run_dir)
-        if COPIES:  # the replacement has an empty disk
-            shutil.rmtree(run_dir)
+        shutil.rmtree(run_dir)  # the replacement has an empty disk
         start(file, used, folder, tmp_path, run_dir)
         assert [node.wait(240) for node in used] == [0] * len(used), used[0].output()[-8000:]
-    lines = [*lines, *records(run_dir)] if COPIES else records(run_dir)
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in records(run_dir)] == list(range(1, STEPS + 1))
     assert len(events(run_dir, "resumed")) == 1
 
 
