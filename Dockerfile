@@ -1,5 +1,6 @@
 # An image for GPUs with the launcher and the package versions of constraints.txt:
 #   docker build -t launcher .
+#   docker build -t launcher --build-arg EXTRAS=all,s3 .      # also reads and writes s3://
 #   docker run --gpus all --shm-size 8g -v "$PWD:/work" launcher doctor
 # torch's wheels contain the CUDA libraries and NCCL, so a base image without them is enough.
 FROM nvidia/cuda:13.0.2-base-ubuntu24.04
@@ -14,13 +15,14 @@ RUN apt-get update \
 ENV PATH=/opt/launcher/bin:$PATH \
     PYTHONUNBUFFERED=1
 WORKDIR /opt/source
+ARG EXTRAS=all
 # Install the dependencies first, so that this layer is rebuilt only if they change
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY launcher/__init__.py launcher/__init__.py
 COPY recipes recipes
 COPY slurm slurm
 RUN python3 -m venv /opt/launcher \
-    && pip install --no-cache-dir --constraint constraints.txt '.[all]' \
+    && pip install --no-cache-dir --constraint constraints.txt ".[$EXTRAS]" \
     && pip uninstall --yes launcher
 COPY launcher launcher
 RUN pip install --no-cache-dir --no-deps .

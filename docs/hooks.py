@@ -2,8 +2,7 @@
 
 `<!-- generated: recipe -->` is replaced by tables of all recipe keys,
 `<!-- generated: commands -->` by the help of all commands, and `<!-- generated: names -->` by a table of
-other tools' names for keys. Manifests of Kubernetes are checked against
-the schema of its API.
+other tools' names for keys.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from importlib.metadata import version
 from typing import Any
 
 import typer.main
-import yaml
 from click import Context
 
 from launcher.cli.main import app
@@ -36,17 +34,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Replaces the comments above with the generated text. Raises ValidationError if a manifest of
-    Kubernetes is not valid."""
-    for manifests in re.findall(
-        r"^```yaml\n(apiVersion: .*?)^```", markdown, re.DOTALL | re.MULTILINE
-    ):
-        import kubernetes_validate  # only the environment that builds the site has it
-
-        for manifest in yaml.safe_load_all(manifests):
-            kubernetes_validate.validate(
-                manifest, kubernetes_validate.latest_version(), strict=True
-            )
+    """Replaces the comments above with the generated text."""
     tables = ("recipe", recipe_reference), ("commands", command_reference), ("names", other_names)
     markdown = re.sub(rf"^```\n(?={COMMANDS})", "```bash\n", markdown, flags=re.MULTILINE)
     for name, generate in tables:

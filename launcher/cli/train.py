@@ -54,7 +54,9 @@ def train(
     max_restarts: Annotated[
         int, option("Restarts after a failure, from the last checkpoint.", "N", min=0)
     ] = 0,
-    nodes: Annotated[int, option("Machines, each of which runs this command.", "N")] = 1,
+    nodes: Annotated[
+        int | None, option("Machines, each of which runs this command. Default: 1.", "N", min=1)
+    ] = None,
     node_rank: Annotated[
         int | None, option("Number of this machine, from 0. Needed with several.", "N", min=0)
     ] = None,
@@ -79,7 +81,7 @@ def train(
       launcher train recipe=quickstart sweep.optimizer.learning_rate=1e-4,3e-4
       launcher train recipe=fsdp nodes=2 gpus=4 node_rank=0 address=10.0.0.1:29500
     """
-    _check_nodes(nodes, node_rank, address)
+    nodes = _check_nodes(nodes, node_rank, address)
     overrides, sweep = take_sweep(overrides)
     if sweep:
         if nodes > 1:
@@ -105,7 +107,7 @@ def train(
         load_recipe(overrides, ranks=gpus * nodes)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's default, without its warning
     meeting = ["--standalone"]
-    if node_rank is not None and address is not None:
+    if nodes > 1 and node_rank is not None and address is not None:
         meeting = _meeting(nodes, node_rank, address, Path(recipe.run.dir).name)
     options = [*meeting, f"--nproc-per-node={gpus}", f"--max-restarts={max_restarts}"]
     exit_status = _run_agent([*options, "-m", "launcher.train", *overrides], log=run.log)
@@ -172,25 +174,27 @@ def _train_sweep(
     return exit_status
 
 
-def _check_nodes(nodes: int, node_rank: int | None, address: str | None) -> None:
-    """Raises RecipeError if the options for several machines are not complete and valid."""
+def _check_nodes(nodes: int | None, node_rank: int | None, address: str | None) -> int:
+    """The number of machines. Raises RecipeError if the options for several are not complete and
+    valid. With nodes=1, a command that is also for several may give them."""
     given = {"node_rank": node_rank, "address": address}
-    if nodes == 1:
+    if nodes is None:
         if extra := [name for name, value in given.items() if value is not None]:
             raise RecipeError(f"{extra[0]} is for several machines: add nodes=N")
-        return
-    if missing := [name for name, value in given.items() if value is None]:
+        return 1
+    missing = [name for name, value in given.items() if value is None]
+    if missing and nodes > 1:
         raise RecipeError(
             f"nodes={nodes} needs {' and '.join(missing)}: start the same command on each machine, "
             f"with node_rank=0 to {nodes - 1}, and address=HOST:PORT of machine 0"
         )
-    assert node_rank is not None
-    assert address is not None
-    if node_rank >= nodes:
+    if node_rank is not None and node_rank >= nodes:
         raise RecipeError(f"node_rank={node_rank} must be less than nodes={nodes}")
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise RecipeError(f"address={address} must be HOST:PORT, such as 10.0.0.1:29500")
+    if address is not None:
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise RecipeError(f"address={address} must be HOST:PORT, such as 10.0.0.1:29500")
+    return nodes
 
 
 def _meeting(nodes: int, node_rank: int, address: str, run: str) -> list[str]:

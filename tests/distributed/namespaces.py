@@ -16,8 +16,9 @@ from tests.distributed.launching import PATIENCE
 
 DEVICE = "eth0"
 _NETWORK = "10.213.77"
-_INIT_SCRIPT = 'echo {name} > /proc/sys/kernel/hostname; "$@"; exit $?'
+_INIT_SCRIPT = "echo {name} > /proc/sys/kernel/hostname; {run}"
 """Script of a node's first process. When it ends, the kernel kills all processes of the node."""
+_COMMAND, _COMMAND_AS_INIT = '"$@"; exit $?', 'exec "$@"'
 
 
 def unavailable():
@@ -43,7 +44,7 @@ def unavailable():
             "-c",
         ]
         subprocess.run(
-            [*probe, _INIT_SCRIPT.format(name="probe"), "sh", "true"],
+            [*probe, _INIT_SCRIPT.format(name="probe", run=_COMMAND), "sh", "true"],
             check=True,
             capture_output=True,
             text=True,
@@ -64,8 +65,11 @@ class Node:
         self.name, self.address = name, address
         self.process = self.log = None
 
-    def start(self, command, *, log, **variables):
-        """Starts a command on the node and writes its output to the file `log`."""
+    def start(self, command, *, log, as_init=False, **variables):
+        """Starts a command on the node and writes its output to the file `log`.
+
+        as_init: the command is process 1, as in a container: a signal without handler is ignored.
+        """
         unshare = [
             "unshare",
             "--pid",
@@ -75,7 +79,7 @@ class Node:
             "--mount-proc",
             "sh",
             "-c",
-            _INIT_SCRIPT.format(name=self.name),
+            _INIT_SCRIPT.format(name=self.name, run=_COMMAND_AS_INIT if as_init else _COMMAND),
             "sh",
         ]
         environment = {
@@ -92,6 +96,12 @@ class Node:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+
+    def terminate(self):
+        """Sends SIGTERM to process 1 of the node, which is a command that was started `as_init`."""
+        process = self.process.pid  # of unshare, whose only child is process 1
+        children = Path(f"/proc/{process}/task/{process}/children").read_text()
+        os.kill(int(children), signal.SIGTERM)
 
     def disconnect(self):
         """Disconnects the node's network.

@@ -3,17 +3,10 @@
 If a node is lost, the other one resumes with the same global batches.
 """
 
-import os
-import re
-import signal
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import yaml
 
-from tests import REPOSITORY
 from tests.distributed.launching import run, wait_until
 from tests.distributed.namespaces import two_nodes, unavailable
 from tests.distributed.test_resumed_runs import KILL_TRAIN, RECIPE, events, records
@@ -96,12 +89,12 @@ def start(nodes, host, folder, run_dir, *overrides, least=1, **variables):
         node.start(command, log=log, **variables)
 
 
-def wait_until_both_train(nodes, run_dir, *, step):
+def wait_until_both_train(nodes, run_dir, *, step, ranks=2):
     def both_train():
         return (
             (run_dir / "metrics.jsonl").exists()
             and len(records(run_dir)) >= step
-            and events(run_dir, "started")[-1]["ranks"] == 2
+            and events(run_dir, "started")[-1]["ranks"] == ranks
         )
 
     assert wait_until(both_train, process=nodes[0].process), (
@@ -210,55 +203,3 @@ def test_run_survives_a_disconnected_node(folder, one_rank):
         check_resumed_on_one_node(
             run_dir, host, one_rank, host.output()[-8000:] + other.output()[-8000:]
         )
-
-
-def manifest_arguments(**replaced):
-    """Arguments of the container in the manifest of docs/clusters.md, with other values."""
-    page = (REPOSITORY / "docs/clusters.md").read_text()
-    block = re.search(r"```yaml\n(apiVersion.*?)```", page, re.DOTALL)[1]
-    _, job = yaml.safe_load_all(block)
-    (container,) = job["spec"]["template"]["spec"]["containers"]
-    command, *arguments = container["args"]
-    given = dict(argument.split("=", 1) for argument in arguments)
-    assert replaced.keys() <= given.keys()
-    return [command, *(f"{key}={value}" for key, value in {**given, **replaced}.items())]
-
-
-def terminate(node):
-    """Sends SIGTERM to the first process of a pod."""
-    pids = subprocess.run(["ip", "netns", "pids", node.name], capture_output=True, check=True)
-    for pid in map(int, pids.stdout.split()):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if words[1:3] == [b"-m", b"launcher.cli.main"]:  # not the shell that started it
-            os.kill(pid, signal.SIGTERM)
-            return
-    raise AssertionError(node.output()[-8000:])
-
-
-@pytest.mark.long
-def test_command_of_the_kubernetes_manifest(folder):
-    """One pod gets SIGTERM: both save and end with status 75. Started again, they resume."""
-    run_dir, steps = folder / "pods", 250
-
-    def start_pods(nodes):
-        for index, node in enumerate(nodes):
-            arguments = manifest_arguments(
-                **{"recipe": folder / "recipe.yaml", "run.dir": run_dir, "gpus": 1},
-                node_rank=index,
-                address=f"{nodes[0].address}:{PORT}",
-            )
-            command = [sys.executable, "-m", "launcher.cli.main", *arguments]
-            node.start([*command, f"run.max_steps={steps}"], log=folder / f"{node.name}.log")
-
-    with two_nodes() as nodes:
-        start_pods(nodes)
-        wait_until_both_train(nodes, run_dir, step=3)
-        terminate(nodes[1])
-        assert [node.wait(120) for node in nodes] == [75, 75], nodes[0].output()[-8000:]
-        stopped = status(run_dir)
-        assert stopped["state"] == "stopped"
-        assert stopped["step"] < steps
-        start_pods(nodes)
-        assert [node.wait(240) for node in nodes] == [0, 0], nodes[0].output()[-8000:]
-    assert [line["step"] for line in records(run_dir)] == list(range(1, steps + 1))
-    assert len(events(run_dir, "resumed")) == 1

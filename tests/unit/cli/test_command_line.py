@@ -415,12 +415,16 @@ def test_train_starts_ranks(folder, monkeypatch, capsys):
         (["nodes=2", "node_rank=0"], "nodes=2 needs address: start"),
         (["nodes=2", "node_rank=2", "address=h:1"], "node_rank=2 must be less than nodes=2"),
         (["nodes=2", "node_rank=0", "address=10.0.0.1"], "address=10.0.0.1 must be HOST:PORT"),
-        (["nodes=1", "node_rank=0"], "node_rank is for several machines: add nodes=N"),
+        (["node_rank=0"], "node_rank is for several machines: add nodes=N"),
+        (["nodes=1", "node_rank=1"], "node_rank=1 must be less than nodes=1"),
+        (["nodes=1", "address=10.0.0.1"], "address=10.0.0.1 must be HOST:PORT"),
         (["nodes=3", "node_rank=0", "address=h:1"], "8 (micro-batch) x 6 (ranks)"),
     ):
         assert main([*machines, *words]) == 2
         assert refusal in capsys.readouterr().err
     assert started == []
+    main([*machines, "nodes=1", "node_rank=0", "address=my-run-0:29500"])  # a job of one pod
+    assert started.pop()[:2] == ["--standalone", "--nproc-per-node=2"]
     main([*machines, "nodes=2", "node_rank=1", "address=127.0.0.1:29500", "run.dir=runs/a"])
     assert started.pop()[:7] == [
         *("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:29500", "--rdzv-id=a"),
