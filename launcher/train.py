@@ -82,8 +82,9 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
             run.take(environment, refuse=decide)
             guard.run = run
             settings, name = loaded.recipe.checkpoint, loaded.recipe.run.name
-            if settings.copy_to is not None and (found := copies.begin(settings, run, name=name)):
-                print(f"note: {found}", flush=True)
+            if settings.copy_to is not None:
+                for line in copies.begin(settings, run, name=name):
+                    print(f"note: {line}", flush=True)
             start = decide()  # again: the last owner may have saved after it
             if start == Fresh() and (lost := run.last_step()):
                 what = "ended before its first checkpoint, so this one starts from scratch"

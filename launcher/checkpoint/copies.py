@@ -142,12 +142,11 @@ class RunCopy:
             return None
         return CopiedCheckpoint(step, marker, content, found)
 
-    def newest(self) -> CopiedCheckpoint | None:
-        """The newest whole checkpoint."""
+    def checkpoints(self) -> Iterator[CopiedCheckpoint]:
+        """The whole checkpoints, newest first."""
         for step, found in sorted(self.listed().items(), reverse=True):
             if (checkpoint := self.whole(step, found)) is not None:
-                return checkpoint
-        return None
+                yield checkpoint
 
     def find(self, step: int) -> CopiedCheckpoint | None:
         """The checkpoint of a step, if it is there and whole."""
@@ -173,31 +172,37 @@ def own_record(run: RunFolder) -> CopyRecord | None:
     return None
 
 
-def begin(settings: schema.Checkpoint, run: RunFolder, *, name: str) -> str | None:
+def begin(settings: schema.Checkpoint, run: RunFolder, *, name: str) -> list[str]:
     """Lets this start write to the copy. If the newest checkpoint is there, and not in the run folder,
     fetches what decides about a resume: the ranks fetch the tensors later (`fetch_missing`).
 
-    name: of the run. For rank 0, which has the lock of the run folder. Returns a line about what was
-    found, or None. Raises RecipeError if the copy is of another run, or cannot be read or written.
+    name: of the run. For rank 0, which has the lock of the run folder. Returns what was found,
+    line by line. Raises RecipeError if the copy is of another run, or cannot be read or written.
     """
     assert settings.copy_to is not None
     copy = RunCopy(settings.copy_to)
     try:
-        record, own, copied = copy.read_record(), own_record(run), copy.newest()
-        newest = _newest_step(run)
+        record, own, newest = copy.read_record(), own_record(run), _newest_step(run)
+        checkpoints = copy.checkpoints()
+        copied = next(checkpoints, None)
         problem = _not_continued(
             record, copied, own=own, newest=newest, name=name, settings=settings, run=run
         )
         if problem is not None:
             raise RecipeError(f"checkpoint.copy_to: {copy.folder.name}: {problem}")
-        line = None
+        lines = []
         if record is not None and copied is not None:
-            if newest is None or copied.step > newest:
-                _take_over(copy, copied, run)
-                size = bytes_as_text(copied.size)
-                line = f"the newest checkpoint, of step {copied.step} ({size}), is that in "
-                line += copied.folder.name
             own = record
+        while copied is not None and (newest is None or copied.step > newest):
+            if (damage := _take_over(copy, copied, run)) is None:
+                size = bytes_as_text(copied.size)
+                lines.append(
+                    f"the newest checkpoint, of step {copied.step} ({size}), is that in "
+                    f"{copied.folder.name}"
+                )
+                break
+            lines.append(f"{damage}, an older checkpoint is looked for")
+            copied = next(checkpoints, None)
         mine = CopyRecord(
             run=os.urandom(8).hex() if own is None else own.run,
             name=name,
@@ -211,7 +216,7 @@ def begin(settings: schema.Checkpoint, run: RunFolder, *, name: str) -> str | No
     except OSError as error:
         where = error.filename or copy.folder.name
         raise RecipeError(f"checkpoint.copy_to: {where}: {error.strerror or error}") from None
-    return line
+    return lines
 
 
 def _newest_step(run: RunFolder) -> int | None:
@@ -251,17 +256,20 @@ def _not_continued(
     return None
 
 
-def _take_over(copy: RunCopy, copied: CopiedCheckpoint, run: RunFolder) -> None:
-    """Fetches the small files of the run and of its newest checkpoint."""
+def _take_over(copy: RunCopy, copied: CopiedCheckpoint, run: RunFolder) -> str | None:
+    """Fetches the small files of the run and of a checkpoint. Returns what is wrong with the
+    checkpoint, or None."""
+    path = run.path / "checkpoints" / files.checkpoint_name(copied.step)
+    path.mkdir(parents=True, exist_ok=True)
+    if (problem := fetch_small(copied, path)) is not None:
+        return problem
     for file in small_files(copy.folder):
         with contextlib.suppress(FileNotFoundError):
             content = file.read_bytes()
             local = run.path.joinpath(*file.parts[len(copy.folder.parts) :])
             local.parent.mkdir(parents=True, exist_ok=True)
             write_file(local, content)
-    path = run.path / "checkpoints" / files.checkpoint_name(copied.step)
-    path.mkdir(parents=True, exist_ok=True)
-    fetch_small(copied, path)
+    return None
 
 
 def small_files(folder: Location) -> list[Location]:
@@ -272,19 +280,22 @@ def small_files(folder: Location) -> list[Location]:
     ]
 
 
-def fetch_small(copied: CopiedCheckpoint, path: Path) -> None:
-    """Fetches all of a checkpoint but the tensors, the marker last."""
+def fetch_small(copied: CopiedCheckpoint, path: Path) -> str | None:
+    """Fetches all of a checkpoint but the tensors, the marker last. Returns what is wrong with the copy,
+    or None. Raises OSError."""
     for name in (STATE, INDEX):
-        if copied.fetch(name, path) is not None:
-            raise OSError(0, "it is damaged", copied.files[name].name)
+        if (problem := copied.fetch(name, path)) is not None:
+            return problem
     write_file(path / MARKER, copied.content)
+    return None
 
 
 def fetch_missing(
     copied: CopiedCheckpoint, path: Path, *, rank: int, ranks: int
 ) -> tuple[int, str | None]:
     """Fetches this rank's share of the files of a checkpoint that are missing in `path`, or are not as
-    they were written. Returns the bytes, and what is wrong, or None."""
+    they were written. Returns the bytes, and what is wrong, or None; `Unreadable` if a copy may be
+    whole."""
     stored, fetched = copied.marker.files, 0
     for name in sorted(stored, key=lambda name: -stored[name].bytes)[rank::ranks]:
         try:
@@ -293,7 +304,8 @@ def fetch_missing(
             if problem := copied.fetch(name, path):
                 return fetched, problem
         except OSError as error:
-            return fetched, f"{error.filename or name}: {error.strerror or error}"
+            why = f"{error.filename or name}: {error.strerror or error}"
+            return fetched, files.Unreadable(f"its copy cannot be fetched: {why}")
         fetched += stored[name].bytes
     return fetched, None
 

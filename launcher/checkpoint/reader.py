@@ -39,12 +39,14 @@ def find_checkpoint(
     copy: RunCopy | None = None,
 ) -> Path | None:
     """`files.newest_valid` up to a step, with the verification shared among the ranks. copy: has the
-    files of those that are not valid. Raises UnreadableError on all ranks if the folder cannot be
-    read."""
+    files of those that are not valid, and other checkpoints. Raises UnreadableError on all ranks if
+    the folder cannot be read."""
     listed: list[Path] | str = []
     if dist.get_rank(group) == 0:
         try:
             listed = files.list_checkpoints(folder)
+            if copy is not None:
+                listed = _with_copies(listed, folder, copy)
         except OSError as error:
             listed = str(error)
     listed = from_rank_0(listed, group)  # other nodes may see a new checkpoint later
@@ -52,6 +54,17 @@ def find_checkpoint(
         raise files.UnreadableError(folder, listed)
     wanted = [path for path in listed if at_most is None or files.step_of(path) <= at_most]
     return files.newest_valid(wanted, partial(verify_or_fetch, group=group, copy=copy))
+
+
+def _with_copies(listed: list[Path], folder: Path, copy: RunCopy) -> list[Path]:
+    """The checkpoints of a run folder and of its copy, oldest first."""
+    try:
+        steps = [step for step, found in copy.listed().items() if files.MARKER in found]
+    except OSError as error:
+        logger.warning(f"{error.filename}: {error.strerror}; it is not searched for checkpoints")
+        return listed
+    copied = {folder / files.checkpoint_name(step) for step in steps}
+    return sorted({*listed, *copied}, key=files.step_of)
 
 
 def verify_together(path: Path, *, group: dist.ProcessGroup) -> str | None:
@@ -65,25 +78,25 @@ def verify_or_fetch(path: Path, *, group: dist.ProcessGroup, copy: RunCopy | Non
     problem = verify_together(path, group=group)
     if copy is None or problem is None or isinstance(problem, files.Unreadable):
         return problem
-    copied: CopiedCheckpoint | str | None = None
+    copied: CopiedCheckpoint | None = None
+    failed: str | None = None
     if dist.get_rank(group) == 0:
         try:
             copied = copy.find(files.step_of(path))
             if copied is not None:
                 path.mkdir(exist_ok=True)
-                fetch_small(copied, path)
+                failed = fetch_small(copied, path)
         except OSError as error:
-            copied = f"{error.filename}: {error.strerror or error}"
-    copied = from_rank_0(copied, group)
-    if copied is None:
-        return problem
-    if isinstance(copied, str):
-        return files.Unreadable(f"{problem}; its copy cannot be read: {copied}")
+            why = f"{error.filename}: {error.strerror or error}"
+            failed = files.Unreadable(f"{problem}; its copy cannot be read: {why}")
+    copied, failed = from_rank_0((copied, failed), group)
+    if copied is None or failed is not None:
+        return failed or problem
     rank, ranks, started = dist.get_rank(group), dist.get_world_size(group), time.perf_counter()
     every = gather(fetch_missing(copied, path, rank=rank, ranks=ranks), group)
     fetched, seconds = sum(size for size, _ in every), time.perf_counter() - started
-    if (failed := files.worst(text for _, text in every)) is not None:
-        return files.Unreadable(f"{problem}; its copy cannot be fetched: {failed}")
+    if (failed := files.worst(each for _, each in every)) is not None:
+        return failed
     logger.info(f"fetched {bytes_as_text(fetched)} from {copied.folder.name} in {seconds:.1f} s")
     return verify_together(path, group=group)
 

@@ -193,6 +193,19 @@ def test_a_damaged_checkpoint_is_fetched_from_its_copy(folder, server, undisturb
     assert losses(folder / "run") == undisturbed
 
 
+def test_a_damaged_copy_is_passed_over(folder, server, undisturbed):
+    """Nothing but the older of two copies is whole."""
+    train(folder, server, "run.max_steps=6", "checkpoint.export=null", variables=SLOW).check()
+    assert copied(server) == [3, 6]
+    shutil.rmtree(folder / "run")
+    name = "runs/copied/checkpoints/step_00000006/rank_00001.safetensors"
+    content = server.client.get_object(Bucket=BUCKET, Key=name)["Body"].read()
+    server.put(name, content[:-1] + bytes([content[-1] ^ 1]))
+    resumed = train(folder, server).check()
+    assert "rank_00001.safetensors is damaged" in resumed.output
+    assert losses(folder / "run") == undisturbed
+
+
 def test_faults_delay_copies_and_end_no_run(folder, server, undisturbed):
     """Answers that are no, late, or cut in the middle."""
     count = [0]

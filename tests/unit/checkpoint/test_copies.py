@@ -138,21 +138,21 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(store, tmp_path, damage):
     for step in (10, 20):
         put(store, saved(tmp_path, step))
     copy = RunCopy(COPY)
-    assert copy.newest().step == 20
+    assert next(copy.checkpoints()).step == 20
     damage(store, "runs/x/checkpoints/step_00000020")
-    assert copy.newest().step == 10
+    assert next(copy.checkpoints()).step == 10
     assert copy.find(20) is None
 
 
 def test_a_start_continues_what_is_in_the_copy(store, recipe, run, folder):
-    assert begin(recipe, run) is None
+    assert begin(recipe, run) == []
     (run.path / "metrics.jsonl").write_text('{"step": 10}\n')
     checkpoint = saved(run.path / "checkpoints", 10)
     put(store, checkpoint)
     store.put("runs/x/metrics.jsonl", (run.path / "metrics.jsonl").read_bytes())
     store.put("runs/x/rounds/1.json", b"answers")
     other = elsewhere(folder, recipe)
-    line = begin(recipe, other)
+    (line,) = begin(recipe, other)
     assert f"of step 10 (4.0 KiB), is that in {COPY}/checkpoints/step_00000010" in line
     fetched = other.path / "checkpoints" / "step_00000010"
     assert sorted(file.name for file in fetched.iterdir()) == [
@@ -181,8 +181,24 @@ def test_a_newer_checkpoint_of_this_machine_stays(store, recipe, run):
     begin(recipe, run)
     put(store, saved(run.path / "checkpoints", 10))
     saved(run.path / "checkpoints", 20)
-    assert begin(recipe, run) is None
+    assert begin(recipe, run) == []
     assert copies._newest_step(run) == 20
+
+
+def test_an_older_checkpoint_replaces_a_damaged_one(store, recipe, run, folder):
+    begin(recipe, run)
+    for step in (10, 20):
+        path = saved(run.path / "checkpoints", step)
+        put(store, path)
+    state = (path / "state.json").read_bytes()
+    store.put("runs/x/checkpoints/step_00000020/state.json", state[:-1] + b"?")
+    other = elsewhere(folder, recipe)
+    damaged, found = begin(recipe, other)
+    assert damaged.endswith(
+        "step_00000020/state.json is damaged, an older checkpoint is looked for"
+    )
+    assert "of step 10 " in found
+    assert files.read_marker(other.path / "checkpoints" / "step_00000010").step == 10
 
 
 def test_a_file_that_was_damaged_in_the_store_is_refused(store, recipe, run, folder):
