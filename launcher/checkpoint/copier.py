@@ -176,11 +176,9 @@ class Copier:
         if "copied" in answer:
             self.trouble = self._warned = None
             self.copied_step, size, seconds = answer["copied"], answer["size"], answer["seconds"]
-            logger.info(
-                f"copy of step {self.copied_step}: {bytes_as_text(size)} in {seconds:.1f} s to "
-                f"{self._settings.copy_to}"
-            )
-            self._run.note("copied", step=self.copied_step, bytes=size, seconds=seconds)
+            step, to = self.copied_step, self._settings.copy_to
+            logger.info(f"copy of step {step}: {bytes_as_text(size)} in {seconds:.1f} s to {to}")
+            self._run.note("copied", step=step, bytes=size, seconds=seconds, to=to)
 
 
 def _read_lines(stream: IO[bytes], answers: queue.SimpleQueue[Json | None]) -> None:

@@ -78,6 +78,8 @@ class Summary:
     checkpoints: list[tuple[int, float, int]] = field(default_factory=list)
     """Step, time and bytes of each valid checkpoint, the newest last."""
     damaged: list[str] = field(default_factory=list)
+    copied: Json = field(default_factory=dict)
+    """The last event `copied`; empty: there is none."""
 
     @property
     def restarts(self) -> int:
@@ -154,6 +156,7 @@ def summarize(path: Path, now: float) -> Summary:
         until=now if alive else max(status.get("time") or 0.0, last.get("time") or 0.0),
         attempts=read_attempts(events),
     )
+    summary.copied = next((e for e in reversed(events) if e["event"] == "copied"), {})
     try:
         checkpoints = list_checkpoints(path / "checkpoints")
     except OSError as error:
@@ -325,6 +328,10 @@ def describe(summary: Summary, now: float | None) -> Iterator[tuple[str, str, st
         yield "checkpoint", f"step {step:,}, {_ago(when, now)}, {bytes_as_text(size)}{others}", ""
     else:
         yield "checkpoint", "none that is valid" if summary.damaged else "none", "yellow"
+    if copied := summary.copied:
+        behind = any(step > copied["step"] for step, _, _ in summary.checkpoints)
+        text = f"step {copied['step']:,}, {_ago(copied['time'], now)}, in {copied.get('to')}"
+        yield "copy", text, "yellow" if behind else ""
     for problem in summary.damaged:
         yield "", f"damaged: {problem}", "red"
     if warning := summary.status.get("warning"):

@@ -61,6 +61,7 @@ def run(tmp_path):
     event(run, "failed", NOW - 290, 2, step=80, reason="hang")
     event(run, "started", NOW - 250, 3, found="failed", found_step=80, found_time=NOW - 290)
     event(run, "resumed", NOW - 249, 3, step=75)
+    event(run, "copied", NOW - 120, 3, step=50, to="s3://bucket/runs/one")
     checkpoint(run, 50)
     checkpoint(run, 75)
     damaged = checkpoint(run, 90)
@@ -161,6 +162,7 @@ def test_status_of_one_run(run, capsys, monkeypatch):
         *("50,000 tokens/s, 2 s a step, MFU 40.0%", "checkpoint step 75, ", "3.0 MiB; 2 are kept"),
         "memory 70.0 GiB of tensors at the peak, 79.0 GiB reserved, 1,234 retried allocations",
         *("damaged: step_00000090: ", "warning 2 in a row: disk full"),
+        "copy step 50, 2 min 00 s ago, in s3://bucket/runs/one",
         *(f"process {os.getpid()} on ", ": alive", "about 30 s in 15 steps trained again"),
         *("50 s without a running process", "restarts 2", "failed (hang)", "killed"),
     ):
