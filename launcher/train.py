@@ -23,7 +23,7 @@ if sys.path and Path(sys.path[0] or ".").resolve() == Path(__file__).resolve().p
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from launcher.checkpoint import copies
-from launcher.checkpoint.resume import Fresh, ResumePoint, choose_resume, finished_run
+from launcher.checkpoint.resume import Fresh, ResumePoint, altered, choose_resume, finished_run
 from launcher.console import held_errors, prepare_streams
 from launcher.distributed.environment import (
     Environment,
@@ -79,11 +79,19 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
         run = RunFolder(Path(loaded.recipe.run.dir))
         if environment.main:
             decide = partial(_decide, loaded.recipe, run, environment, arguments)
-            run.take(environment, refuse=decide)
+            settings = loaded.recipe.checkpoint
+            # Before the copy is looked at, a folder may seem to hold no checkpoint
+            run.take(environment, refuse=decide if settings.copy_to is None else _nothing)
             guard.run = run
-            settings, name = loaded.recipe.checkpoint, loaded.recipe.run.name
             if settings.copy_to is not None:
-                for line in copies.begin(settings, run, name=name):
+                found = copies.fetch_newest(
+                    settings,
+                    run,
+                    name=loaded.recipe.run.name,
+                    restarted=run.was_begun_by(environment),
+                    altered=partial(altered, loaded.recipe),
+                )
+                for line in found:
                     print(f"note: {line}", flush=True)
             start = decide()  # again: the last owner may have saved after it
             if start == Fresh() and (lost := run.last_step()):
@@ -132,6 +140,10 @@ def _train(arguments: Sequence[str], stop: StopRequest) -> int:
         return EXIT_FAILED
     finally:
         run.release()
+
+
+def _nothing() -> None:
+    """Refuses no start."""
 
 
 def _fetches_itself(recipe: Recipe) -> bool:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -82,8 +82,13 @@ class Copier:
     def report(self) -> None:
         """Logs what was copied since the last call. Raises TrainingError if another start of the run
         writes to the copy."""
+        self._note_end()
         while not self._answers.empty():
-            self._log(self._answers.get())
+            answer = self._answers.get()
+            if answer is None:
+                self._wait_for_end()
+                return
+            self._log(answer)
 
     def finish(self, *, export: bool) -> str | None:
         """Waits until the newest checkpoint and the small files are copied. export: RUN_DIR/hf, too.
@@ -98,18 +103,19 @@ class Copier:
             except queue.Empty:
                 answer = {}
             if answer is None:
-                self._log(None)
+                self._wait_for_end()
                 return self.trouble
             if "finished" in answer:
                 self.trouble = answer["finished"]
                 return self.trouble
             done, total = done + answer.get("bytes", 0), answer.get("total", total)
             now = time.monotonic()
-            if total > done and now - shown >= _SILENT_SECONDS:
+            if now - shown >= _SILENT_SECONDS:
                 shown = now
-                text = f"copying to {self._settings.copy_to}: {bytes_as_text(done)} of "
-                left = (total - done) * (now - started) / done if done else 0
-                text += bytes_as_text(total) + (f", {seconds_as_text(left)} left" if left else "")
+                text = f"copying to {self._settings.copy_to}: {bytes_as_text(done)}"
+                if total > done > 0:
+                    left = (total - done) * (now - started) / done
+                    text += f" of {bytes_as_text(total)}, {seconds_as_text(left)} left"
                 logger.info(text)
             self._log(answer)
 
@@ -120,7 +126,8 @@ class Copier:
             self._process.wait()
 
     def _send(self, *commands: Json) -> None:
-        if self._process is None or self._process.poll() is not None:
+        self._note_end()
+        if self._process is None:
             again = [each for each in (self._discard, self._copy) if each is not None]
             commands = (self._start(), *again, *(each for each in commands if each not in again))
         assert self._process is not None
@@ -129,8 +136,8 @@ class Copier:
             for command in commands:
                 self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
-        except OSError:  # it has ended, which `report` notices
-            self._answers.put(None)
+        except OSError:
+            pass  # it has ended, which the next call notices
 
     def _start(self) -> Json:
         """Starts the process. Returns the first line that it reads."""
@@ -148,6 +155,7 @@ class Copier:
         log.close()
         self._process = process
         assert process.stdout is not None
+        self._answers = queue.SimpleQueue()
         read = partial(_read_lines, process.stdout, self._answers)
         threading.Thread(target=read, name="answers of the copier", daemon=True).start()
         settings = {
@@ -156,15 +164,30 @@ class Copier:
         }
         return {"run": str(self._run.path), **settings}
 
-    def _log(self, answer: Json | None) -> None:
-        if answer is None:
-            status = None if self._process is None else self._process.wait()
-            answer = {"failed": f"the process that copies ended with status {status}; "}
-            answer["failed"] += f"{self._run.log / 'copying.log'} has what it printed"
+    def _wait_for_end(self) -> None:
+        """After the last answer of a process."""
+        assert self._process is not None
+        self._process.wait()
+        self._answers.put(None)
+        self._note_end()
+
+    def _note_end(self) -> None:
+        """Logs what a process that has ended said last, and its end."""
+        if self._process is None or self._process.poll() is None:
+            return
+        while (answer := self._answers.get()) is not None:
+            self._log(answer)
+        what = f"the process that copies checkpoints ended with status {self._process.returncode}"
+        self._process = None
+        self._log({"failed": f"{what}; {self._run.log / 'copying.log'} has what it printed"})
+
+    def _log(self, answer: Json) -> None:
         if answer.get("bytes"):
             advanced()
         if answer.get("discarded"):
             self._discard = None
+        if "said" in answer:
+            logger.warning(answer["said"])
         if "superseded" in answer:
             text = answer["superseded"]
             raise TrainingError(f"checkpoint.copy_to: {text}; this one ends", reason="superseded")
@@ -197,8 +220,15 @@ class Pace:
         self._bandwidth, self._lock = bandwidth, threading.Lock()
         self._free = time.monotonic()
 
+    def pieces(self, size: int) -> Iterator[int]:
+        """Parts of so many bytes, none of which takes longer than a second."""
+        most = self._bandwidth or size
+        while size > 0:
+            yield min(size, most)
+            size -= most
+
     def wait(self, size: int) -> None:
-        """Waits until `size` bytes may be sent."""
+        """Waits until `size` bytes may be sent, of those that `pieces` gives."""
         if self._bandwidth is None:
             return
         with self._lock:
@@ -313,8 +343,9 @@ class _Copying:
                 pass
 
     def _sent(self, size: float) -> None:
-        self.pace.wait(int(size))
-        self.answer(bytes=int(size))
+        for piece in self.pace.pieces(int(size)):
+            self.pace.wait(piece)
+            self.answer(bytes=piece)
 
     def copy_small_files(self) -> None:
         """Copies the small files of the run folder."""
@@ -322,7 +353,7 @@ class _Copying:
         for file in small_files(own):
             if file.is_file():
                 content = file.path.read_bytes()
-                self.pace.wait(len(content))
+                self._sent(len(content))
                 relative = file.parts[len(own.parts) :]
                 self.copy.folder.inside("/".join(relative)).write_bytes(content)
 
@@ -332,6 +363,17 @@ class _Copying:
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
         self.answer(total=size)
         self.copy.folder.inside("hf").upload(folder, advance=self._sent)
+
+
+class _ToRun(logging.Handler):
+    """Gives warnings to the run, whose log has them."""
+
+    def __init__(self, copying: _Copying) -> None:
+        super().__init__(logging.WARNING)
+        self._copying = copying
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._copying.answer(said=record.getMessage())
 
 
 class _Process:
@@ -408,7 +450,9 @@ def _main() -> None:
     pace = Pace(settings.copy_bytes)
     copy = RunCopy(settings.copy_to)
     lock = threading.Lock()
-    process = _Process(_Copying(run, settings, copy, record.start, pace, output, lock))
+    copying = _Copying(run, settings, copy, record.start, pace, output, lock)
+    logging.getLogger("launcher").addHandler(_ToRun(copying))
+    process = _Process(copying)
     commands: queue.SimpleQueue[Json | None] = queue.SimpleQueue()
     threading.Thread(target=_read_lines, args=(sys.stdin.buffer, commands), daemon=True).start()
     while True:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,8 +35,9 @@ from launcher.sources.location import Location
 RECORD = "run.json"
 _OWN = "copy.json"
 """In the run folder: the record as this start has written it."""
+RECIPE = "recipe.yaml"
 SMALL_FILES = (
-    *("recipe.yaml", "metrics.jsonl", "samples.jsonl", "skipped_rows.jsonl", "experts.json"),
+    *(RECIPE, "metrics.jsonl", "samples.jsonl", "skipped_rows.jsonl", "experts.json"),
     *("events.jsonl", "status.json"),
 )
 """Files of the run folder that are copied with each checkpoint."""
@@ -54,6 +56,11 @@ class CopyRecord(BaseModel):
     """Differs between starts: the last one that began may write."""
     host: str
     time: float
+
+    def describe(self) -> str:
+        """The start, for messages."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.time))
+        return f"another start of this run, on {self.host} since {since},"
 
 
 class SupersededError(Exception):
@@ -101,9 +108,9 @@ class RunCopy:
             return CopyRecord.model_validate_json(file.read_bytes())
         except FileNotFoundError:
             return None
-        except ValidationError as error:
+        except ValidationError:
             what = f"checkpoint.copy_to: {file.name} is not the record of a run's copy"
-            raise RecipeError(f"{what}; give a folder of the run's own: {error}") from None
+            raise RecipeError(f"{what}; give a folder of the run's own") from None
 
     def write_record(self, record: CopyRecord) -> None:
         """Writes run.json."""
@@ -113,9 +120,7 @@ class RunCopy:
         """Raises SupersededError if another start of the run has written its name since."""
         record = self.read_record()
         if record is not None and record.start != start:
-            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.time))
-            text = f"another start of this run, on {record.host} since {since}, writes to "
-            raise SupersededError(f"{text}{self.folder.name}")
+            raise SupersededError(f"{record.describe()} writes to {self.folder.name}")
 
     def listed(self) -> dict[int, dict[str, Location]]:
         """The files of each checkpoint that is there now, whole or not, by step."""
@@ -166,35 +171,54 @@ class RunCopy:
 
 
 def own_record(run: RunFolder) -> CopyRecord | None:
-    """The record as the last start in this run folder has written it."""
-    with contextlib.suppress(OSError, ValidationError):
-        return CopyRecord.model_validate_json((run.path / _OWN).read_bytes())
+    """The record as this run folder knows it: as its last start has written or found it, or that of a
+    folder that was downloaded from a store."""
+    for name in (_OWN, RECORD):
+        with contextlib.suppress(OSError, ValidationError):
+            return CopyRecord.model_validate_json((run.path / name).read_bytes())
     return None
 
 
-def begin(settings: schema.Checkpoint, run: RunFolder, *, name: str) -> list[str]:
-    """Lets this start write to the copy. If the newest checkpoint is there, and not in the run folder,
-    fetches what decides about a resume: the ranks fetch the tensors later (`fetch_missing`).
+def fetch_newest(
+    settings: schema.Checkpoint,
+    run: RunFolder,
+    *,
+    name: str,
+    restarted: bool = False,
+    altered: Callable[[bytes], list[str]] = lambda _: [],
+) -> list[str]:
+    """If the newest checkpoint of the run is in the copy, and not in the run folder, fetches what
+    decides about a resume: the ranks fetch the tensors later (`fetch_missing`). For rank 0, which has
+    the lock of the run folder.
 
-    name: of the run. For rank 0, which has the lock of the run folder. Returns what was found,
-    line by line. Raises RecipeError if the copy is of another run, or cannot be read or written.
+    name: of the run. restarted: by the job that has begun the run. altered: returns how this recipe
+    trains otherwise than the one of these bytes. Returns what was found, line by line. Raises
+    RecipeError if the copy is of another run, or cannot be read.
     """
     assert settings.copy_to is not None
-    copy = RunCopy(settings.copy_to)
+    copy, lines = RunCopy(settings.copy_to), list[str]()
     try:
-        record, own, newest = copy.read_record(), own_record(run), _newest_step(run)
+        record, newest = copy.read_record(), _newest_step(run)
         checkpoints = copy.checkpoints()
         copied = next(checkpoints, None)
-        problem = _not_continued(
-            record, copied, own=own, newest=newest, name=name, settings=settings, run=run
-        )
-        if problem is not None:
-            raise RecipeError(f"checkpoint.copy_to: {copy.folder.name}: {problem}")
-        lines = []
-        if record is not None and copied is not None:
-            own = record
+        if record is None and copied is not None:
+            what = f"it has checkpoints, but no {RECORD}; give another folder, or restore that file"
+            raise _refusal(copy, what)
+        if record is None:
+            return []
+        own = own_record(run)
+        continued = (own is not None and own.run == record.run) or _shares(copied, run)
+        if record.name != name:
+            what = (
+                f"it holds the run {record.name}, and this one is {name}; give another folder, or "
+            )
+            raise _refusal(copy, f"{what}continue that one with run.name={record.name}")
+        if continued and restarted and own is not None and own.start != record.start:
+            raise _refusal(copy, f"{record.describe()} writes there; this one ends")
+        if not continued:
+            _refuse_other(copy, copied, newest, settings, run, altered)
         while copied is not None and (newest is None or copied.step > newest):
-            if (damage := _take_over(copy, copied, run)) is None:
+            if (damage := _fetch(copy, copied, run)) is None:
                 size = bytes_as_text(copied.size)
                 lines.append(
                     f"the newest checkpoint, of step {copied.step} ({size}), is that in "
@@ -203,20 +227,41 @@ def begin(settings: schema.Checkpoint, run: RunFolder, *, name: str) -> list[str
                 break
             lines.append(f"{damage}, an older checkpoint is looked for")
             copied = next(checkpoints, None)
-        mine = CopyRecord(
-            run=os.urandom(8).hex() if own is None else own.run,
-            name=name,
-            start=os.urandom(8).hex(),
-            host=socket.gethostname(),
-            time=time.time(),
-        )
-        copy.write_record(mine)
-        run.path.mkdir(parents=True, exist_ok=True)
-        replace_text(run.path / _OWN, mine.model_dump_json(indent=1) + "\n")
+        _keep(record, run)
     except OSError as error:
         where = error.filename or copy.folder.name
         raise RecipeError(f"checkpoint.copy_to: {where}: {error.strerror or error}") from None
     return lines
+
+
+def take_over(settings: schema.Checkpoint, run: RunFolder, *, name: str) -> None:
+    """Lets this start write to the copy, and no other one. Raises RecipeError if it cannot write."""
+    assert settings.copy_to is not None
+    copy, own = RunCopy(settings.copy_to), own_record(run)
+    record = CopyRecord(
+        run=os.urandom(8).hex() if own is None else own.run,
+        name=name,
+        start=os.urandom(8).hex(),
+        host=socket.gethostname(),
+        time=time.time(),
+    )
+    try:
+        copy.write_record(record)
+        _keep(record, run)
+        # Until the first checkpoint is copied, the recipe says which run it is
+        copy.folder.inside(RECIPE).write_bytes((run.path / RECIPE).read_bytes())
+    except OSError as error:
+        where = error.filename or copy.folder.name
+        raise RecipeError(f"checkpoint.copy_to: {where}: {error.strerror or error}") from None
+
+
+def _keep(record: CopyRecord, run: RunFolder) -> None:
+    run.path.mkdir(parents=True, exist_ok=True)
+    replace_text(run.path / _OWN, record.model_dump_json(indent=1) + "\n")
+
+
+def _refusal(copy: RunCopy, what: str) -> RecipeError:
+    return RecipeError(f"checkpoint.copy_to: {copy.folder.name}: {what}")
 
 
 def _newest_step(run: RunFolder) -> int | None:
@@ -227,36 +272,38 @@ def _newest_step(run: RunFolder) -> int | None:
     return None
 
 
-def _not_continued(
-    record: CopyRecord | None,
+def _shares(copied: CopiedCheckpoint | None, run: RunFolder) -> bool:
+    """Whether the run folder has this checkpoint, too."""
+    if copied is None:
+        return False
+    marker = run.path / "checkpoints" / files.checkpoint_name(copied.step) / MARKER
+    return marker.is_file() and marker.read_bytes() == copied.content
+
+
+def _refuse_other(
+    copy: RunCopy,
     copied: CopiedCheckpoint | None,
-    *,
-    own: CopyRecord | None,
     newest: int | None,
-    name: str,
     settings: schema.Checkpoint,
     run: RunFolder,
-) -> str | None:
-    """Why this start must not write to the copy; None: it may. newest: the step of the newest
-    checkpoint of the run folder."""
-    if record is not None and record.name != name:
-        what = f"it holds the run {record.name}, and this one is {name}; give another folder, or "
-        return f"{what}continue that one with run.name={record.name}"
-    if copied is None:
-        return None
-    if record is None:
-        return f"it has checkpoints, but no {RECORD}; give another folder, or restore that file"
-    continued = own is not None and own.run == record.run
-    if settings.resume == "never" and not continued:
+    altered: Callable[[bytes], list[str]],
+) -> None:
+    """Raises RecipeError if this start, whose run folder does not know the copy, must not continue it.
+    newest: the step of the newest checkpoint of the run folder."""
+    if settings.resume == "never":
         what = "it holds a run, and checkpoint.resume is never"
-        return f"{what}; give another folder and another run.dir"
-    if newest is not None and not continued:
+        raise _refusal(copy, f"{what}; give another folder and another run.dir")
+    if newest is not None:
         what = f"it holds another run than {run.path}; give another folder"
-        return f"{what}, or another run.dir to continue the run that was copied"
-    return None
+        raise _refusal(copy, f"{what}, or another run.dir to continue the run that was copied")
+    if copied is None:  # else the checkpoint's own recipe is compared
+        with contextlib.suppress(FileNotFoundError):
+            if changes := altered(copy.folder.inside(RECIPE).read_bytes()):
+                what = f"it holds a run with another recipe ({'; '.join(changes)})"
+                raise _refusal(copy, f"{what}; give another folder, or undo the changes")
 
 
-def _take_over(copy: RunCopy, copied: CopiedCheckpoint, run: RunFolder) -> str | None:
+def _fetch(copy: RunCopy, copied: CopiedCheckpoint, run: RunFolder) -> str | None:
     """Fetches the small files of the run and of a checkpoint. Returns what is wrong with the
     checkpoint, or None."""
     path = run.path / "checkpoints" / files.checkpoint_name(copied.step)
@@ -274,9 +321,12 @@ def _take_over(copy: RunCopy, copied: CopiedCheckpoint, run: RunFolder) -> str |
 
 def small_files(folder: Location) -> list[Location]:
     """The small files of a run folder or of its copy, of which some may be missing."""
+    rounds = folder.inside(ROUNDS)
+    # Whoever may write to a store must not be able to name a file outside of the run folder
+    named = [file for file in rounds.files(now=True) if rounds.inside(file.last) == file.bare]
     return [
         *(folder.inside(name) for name in SMALL_FILES),
-        *folder.inside(ROUNDS).files(now=True),
+        *(file for file in named if re.fullmatch(r"\w[\w.-]*", file.last)),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -54,6 +55,8 @@ _UNREPORTED = (
 )
 """Sections and keys whose changes are not reported. The fingerprint of the data has the date where
 it matters."""
+_UNREADABLE = (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError)
+"""Errors of a recipe that another program has changed."""
 _OTHERWISE = "or train into another run.dir; or set checkpoint.allow_changes=true"
 
 
@@ -300,6 +303,34 @@ def check_content(
     return changes
 
 
+def check_data(
+    run: RunFolder,
+    start: ResumePoint,
+    *,
+    settings: schema.Checkpoint,
+    section: schema.Data,
+    data: Json,
+    stream: str | None,
+) -> None:
+    """`check_content` without weights, for the checkpoint that a start resumes from: before passes over
+    the data that may take hours. section: `data`. Raises RecipeError."""
+    if (recorded := _recorded(run, start)) is None:
+        return
+    try:
+        state = json.loads((recorded.path / STATE).read_text())
+    except (OSError, ValueError):
+        return  # reported when it is loaded
+    check_content(
+        recorded.path,
+        state,
+        settings=section,
+        data=data,
+        weights={},
+        stream=stream,
+        allow=settings.allow_changes,
+    )
+
+
 def saved_position(state: Json, recipe: Json) -> Position:
     """The position of the data at which a checkpoint continues. state: the content of its
     state.json. recipe: the recipe that it was written with."""
@@ -415,6 +446,18 @@ def choose_resume(
     return decision.start
 
 
+def altered(recipe: Recipe, before: bytes) -> list[str]:
+    """How a recipe trains otherwise than an earlier one, in YAML; a line each. An earlier one that cannot
+    be read is not compared."""
+    if recipe.checkpoint.allow_changes:
+        return []
+    with contextlib.suppress(*_UNREADABLE):
+        earlier = yaml.safe_load(before.decode())
+        now = yaml.safe_load(to_yaml(with_recorded(recipe, earlier)))
+        return recipe_changes(earlier, now, altering=True)
+    return []
+
+
 def _saved_nothing(recipe: Recipe, run: RunFolder) -> bool:
     """Whether the folder holds starts of this run only, which ended before they saved anything.
     Another start loses nothing but their metrics. Not with checkpoint.resume: never."""
@@ -425,7 +468,7 @@ def _saved_nothing(recipe: Recipe, run: RunFolder) -> bool:
         before = yaml.safe_load(file.read_text(encoding="utf-8"))
         now = yaml.safe_load(to_yaml(with_recorded(recipe, before)))
         changes = recipe_changes(before, now, altering=True)
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
+    except _UNREADABLE:
         return False
     return not changes or recipe.checkpoint.allow_changes
 

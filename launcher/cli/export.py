@@ -128,6 +128,8 @@ def _refuse_target(target: Location) -> None:
     problem = refusal(target.name)
     if problem is None and scheme_of(target.name) in READ_ONLY:
         problem = f"{target.name} is only read; give s3://, gs:// or az://BUCKET/FOLDER"
+    if problem is None and {"", ".", ".."} & {*target.name.split("/")[3:]}:
+        problem = f"{target.name}: give the folder without //, /./ and /../"
     try:
         if problem is None and target.files(now=True):
             problem = f"{target.name} exists and is not empty; name a new folder"

@@ -1039,6 +1039,8 @@ def _copy_to(copy: str, recipe: Recipe) -> Found:
     elif copy.partition("://")[0] in READ_ONLY:
         what = "is only read; give s3://, gs:// or az://BUCKET/FOLDER, or a path"
         yield "checkpoint.copy_to", "store", what
+    elif {"", ".", ".."} & {*copy.rstrip("/").split("/")[3:]}:
+        yield "checkpoint.copy_to", "store", "give the folder without //, /./ and /../"
     elif any(mark in copy for mark in "*?["):
         yield "checkpoint.copy_to", "store", "give one folder, not a pattern"
     elif copy.rstrip("/").count("/") < 3:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from launcher.checkpoint import files
 from launcher.checkpoint.copier import Copier
-from launcher.checkpoint.copies import RunCopy
+from launcher.checkpoint.copies import RunCopy, take_over
 from launcher.checkpoint.layout import holders
 from launcher.checkpoint.reader import (
     find_checkpoint,
@@ -108,8 +109,9 @@ class CheckpointManager:
         )
         self._copy = None if self._settings.copy_to is None else RunCopy(self._settings.copy_to)
         self._copier: Copier | None = None
-        if self._copy is not None and self._ranks.rank == 0:
-            self._copier = Copier(run, self._settings)
+        """On rank 0, once this start may write to the copy."""
+        self._copies = False
+        """Whether it may."""
         self._replicas = Replicas(self._tensors, self._ranks.group)
         if self._settings.saves:
             local = rank_state(self._module, self._ranks.device)
@@ -148,10 +150,29 @@ class CheckpointManager:
         Raises RecipeError if a change of the recipe, the data or the weights is not allowed,
         NoneLeftError if all checkpoints are damaged, UnreadableError if they cannot be read.
         """
-        if isinstance(start, From):
-            with files.reading(start.path):  # another run that is training must not delete it
-                return self._restore(start, at_most=at_most)
-        return self._restore(start, at_most=at_most)
+        reading = files.reading(start.path) if isinstance(start, From) else nullcontext()
+        with reading:  # another run that is training must not delete it
+            resumed = self._restore(start, at_most=at_most)
+        if self._copy is not None and not self._copies:
+            self._copies = True
+            self._begin_copies()
+        if self._copier is not None and resumed is not None:
+            self._copier.discard_after(resumed.position.step)
+            if start == Latest():
+                self._copier.copy(resumed.position.step, self._kept_for_results())
+        return resumed
+
+    def _begin_copies(self) -> None:
+        """From now on this start writes to the copy of the run. Raises RecipeError."""
+        problems = list[str]()
+        if self._ranks.rank == 0:
+            try:
+                take_over(self._settings, self._run, name=self._training.recipe.run.name)
+                self._copier = Copier(self._run, self._settings)
+            except RecipeError as error:
+                problems = error.problems
+        if problems := from_rank_0(problems, self._group):
+            raise RecipeError(problems)
 
     def _restore(self, start: ResumePoint, *, at_most: int | None) -> Resumed | None:
         path = self._find(start, at_most=at_most)
@@ -195,10 +216,6 @@ class CheckpointManager:
             if start == Latest():
                 refused = math.inf if at_most is None else at_most
             files.discard_newer(self._folder, state["step"], refused=refused)
-        if self._copier is not None:
-            self._copier.discard_after(state["step"])
-            if start == Latest():
-                self._copier.copy(state["step"], self._kept_for_results())
         dist.barrier(group=self._group)
         return Resumed(
             path,

@@ -173,7 +173,7 @@ def resolve_by_rows(
             for _ in open_stores(recipe, build=build):
                 pass
     facts = Facts(ranks=ranks.size, rows=rows)
-    _, chosen = _on_rank_0(lambda: resolve(recipe, facts, decisions), ranks)
+    _, chosen = on_rank_0(lambda: resolve(recipe, facts, decisions), ranks)
     if ranks.rank == 0:
         logger.info(sizes_text(rows, chosen))
     recipe = _with_choices(recipe, chosen)
@@ -193,7 +193,7 @@ def resolve_by_machine(
     if COMPILE.open(recipe):
         recipe = _resolve_compile(recipe, machine, start=start, ranks=ranks, run=run)
     if SEARCH.open(recipe):
-        chosen, choices = _on_rank_0(lambda: _search(recipe, machine, run), ranks)
+        chosen, choices = on_rank_0(lambda: _search(recipe, machine, run), ranks)
         (why,) = {choice.reason for choice in choices.values()}
         lines = "".join(f"\n      {override}" for override in overrides_of(choices))
         logger.info(f"auto: {why}{lines}")
@@ -204,7 +204,7 @@ def resolve_by_machine(
         recipe = _with_recorded(recipe, earlier, others)
         others = [each for each in others if not (earlier and each.kept_on_resume)]
         facts = Facts(ranks=ranks.size, machine=machine, events=run.read_events())
-        _, every = _on_rank_0(lambda: resolve(recipe, facts, others), ranks)
+        _, every = on_rank_0(lambda: resolve(recipe, facts, others), ranks)
         for choices in every:
             logger.info(f"auto: {choices_text(choices)}")
         recipe = _with_choices(recipe, every)
@@ -265,7 +265,7 @@ def resolve_by_model(
             same = {*COLLECTIVES.keys}
             exact = earlier_strategy(recipe, run, start, ranks=machine.ranks, except_for=same)
         facts = replace(facts, events=run.read_events(), exact=exact)
-    chosen, every = _on_rank_0(lambda: resolve(recipe, facts, decisions), ranks)
+    chosen, every = on_rank_0(lambda: resolve(recipe, facts, decisions), ranks)
     for choices in every:
         logger.info(f"auto: {choices_text(choices)}")
     recipe = _with_own(chosen, recipe)
@@ -282,7 +282,7 @@ def settle(recipe: Recipe, *, ranks: RankLayout, run: RunFolder) -> Recipe:
     return recipe
 
 
-def _on_rank_0(decide: Callable[[], Answer], ranks: RankLayout) -> Answer:
+def on_rank_0(decide: Callable[[], Answer], ranks: RankLayout) -> Answer:
     """What a function returns on rank 0; every rank must call this. Raises the error of rank 0."""
     answer: Answer | Exception | None = None
     if ranks.rank == 0:

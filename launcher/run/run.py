@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
-from launcher.checkpoint.resume import Fresh, Latest, Resumed, ResumePoint
+from launcher.checkpoint.resume import Fresh, Latest, Resumed, ResumePoint, check_data
 from launcher.checkpoint.state import BeforeStep
 from launcher.console import configure_logging, program, task
 from launcher.data.batching import Position
@@ -51,6 +52,7 @@ from launcher.run.recorder import StepRecorder
 from launcher.run.reporting import Reporter
 from launcher.run.resolve import (
     detect_machine,
+    on_rank_0,
     resolve_by_machine,
     resolve_by_model,
     resolve_by_rows,
@@ -177,7 +179,7 @@ class TrainingRun:
         # Rank 0 decides: another node may see the folder a little later
         first_day = directory.first_day() if environment.main else None
         start, first_day = from_rank_0((start or Fresh(), first_day), rank.ranks.group)
-        self._fresh = start == Fresh()
+        self._start = start
         self._progress.heartbeat("data")
         fetch_in_turn(loaded.recipe, rank.ranks, first_of_node=environment.local_rank == 0)
         refuse_to_tokenize(
@@ -272,7 +274,7 @@ class TrainingRun:
 
     def _check_data(self, data: RunData) -> None:
         environment = self._rank.environment
-        if self._fresh:  # an earlier version allowed it
+        if self._start == Fresh():  # an earlier version allowed it
             check_repeats(self._recipe, data.order.samples)
         compare_content(
             self._recipe,
@@ -281,6 +283,16 @@ class TrainingRun:
             several_machines=environment.local_world_size < environment.world_size,
             reads=environment.local_rank == 0,
         )
+        check = partial(
+            check_data,
+            self._rank.directory,
+            self._start,
+            settings=self._recipe.checkpoint,
+            section=data.data,
+            data=data.fingerprint,
+            stream=data.stream_order,
+        )
+        on_rank_0(check, self._ranks)
         local = environment.local_world_size
         check_shared_memory(data.training, data.sampler, data.data, ranks=local)
 

@@ -57,6 +57,11 @@ class Location:
         return self.parts[-1]
 
     @property
+    def bare(self) -> Location:
+        """The same name, without what a listing has said of it."""
+        return Location(self.name)
+
+    @property
     def parent(self) -> Location:
         """The folder that holds it."""
         if self.in_store:

@@ -30,6 +30,9 @@ ATTEMPTS = 8
 their own attempts inside each."""
 _OWN_ATTEMPTS = {"gs": 2, "az": 2, "abfs": 2}
 """Of libraries that try for a minute themselves."""
+LONGEST = 90.0
+"""Seconds after which a request is not made again, also if there were fewer attempts: a server that is
+silent takes a minute for each."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Seconds between two attempts. Each pause is twice the one before."""
 
@@ -41,7 +44,8 @@ class StoreError(OSError):
 
 def _options(scheme: str) -> dict[str, Any]:
     if scheme == "s3" and not {"AWS_MAX_ATTEMPTS", "AWS_RETRY_MODE"} & os.environ.keys():
-        return {"config_kwargs": {"retries": {"mode": "standard"}}}
+        limits = {"connect_timeout": 10, "read_timeout": 30}
+        return {"config_kwargs": {"retries": {"mode": "standard", "max_attempts": 2}, **limits}}
     if scheme in WEB:
         import aiohttp
 
@@ -85,6 +89,7 @@ class ShortError(Exception):
 def ask(name: str, request: Callable[[], _T], *, writes: bool = False) -> _T:
     """The result of a request about `name`, made again if it fails for a passing reason. writes: what it
     asks a right for. Raises FileNotFoundError and StoreError."""
+    started = time.monotonic()
     for attempt in itertools.count(1):
         try:
             return request()
@@ -93,10 +98,13 @@ def ask(name: str, request: Callable[[], _T], *, writes: bool = False) -> _T:
         except Exception as error:  # of libraries of stores: many classes
             cause = _cause(error)
             passing = _passes(cause)
-            if not passing or attempt >= _OWN_ATTEMPTS.get(str(scheme_of(name)), ATTEMPTS):
+            most = _OWN_ATTEMPTS.get(str(scheme_of(name)), ATTEMPTS)
+            silent = attempt > 1 and time.monotonic() - started > LONGEST
+            if not passing or silent or attempt >= most:
                 raise _explained(name, cause, attempt if passing else 0, writes) from None
             pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (attempt - 1)) * random.uniform(0.75, 1)
-            logger.info(f"{name}: {_said(cause)}; asking again in {pause:.1f} s")
+            level = logging.INFO if attempt == 1 else logging.WARNING
+            logger.log(level, f"{name}: {_said(cause)}; asking again in {pause:.1f} s")
             time.sleep(pause)
     raise AssertionError
 
@@ -207,7 +215,7 @@ def _explained(name: str, error: BaseException, attempts: int, writes: bool) -> 
     elif attempts:
         kept = "what is on this machine is kept"
         if not writes:
-            kept = "start the run again when it works; what was tokenized is kept"
+            kept = f"start the run again when it works; {kept}"
         number, why = errno.EIO, f"the store failed {attempts} times, last with: {said}; {kept}"
     else:
         number = errno.EIO

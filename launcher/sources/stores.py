@@ -243,7 +243,7 @@ def nearest(name: str) -> str | None:
         return None
     keys = [each["Key"] for each in found.get("Contents", ())]
     keys += [each["Prefix"].rstrip("/") for each in found.get("CommonPrefixes", ())]
-    near = closest(last, [each.rpartition("/")[2] for each in keys])
+    near = closest(last, [end for each in keys if (end := each.rpartition("/")[2]) != last])
     return None if near is None else f"s3://{bucket}/{folder}{slash}{near}"
 
 

@@ -1,6 +1,8 @@
 """Runs whose checkpoints are copied to an object store, and which continue from there on another
 machine."""
 
+import contextlib
+import os
 import shutil
 import signal
 import sys
@@ -48,9 +50,10 @@ def copied(server):
     return sorted(int(parts[-2][5:]) for parts in listed if parts[-1] == "commit.json")
 
 
-def train(folder, server, *overrides, ranks=2, variables=None, **options):
+def train(folder, server, *overrides, ranks=2, restarts=0, variables=None, **options):
     command = [f"recipe={folder}/recipe.yaml", *overrides]
     return torchrun(
+        *([f"--max-restarts={restarts}"] if restarts else []),
         TRAIN,
         *command,
         ranks=ranks,
@@ -270,6 +273,76 @@ def test_an_earlier_start_elsewhere_is_ended(folder, server):
     assert "another start of this run" in first.output
     assert status(folder / "run")["reason"] == "superseded"
     assert copied(server)[-1] == 12
+
+
+def test_a_refused_start_elsewhere_ends_no_run(folder, server):
+    def during(process):
+        assert wait_until(lambda: copied(server), process=process)
+        other = train(folder, server, "run.dir=other", "run.seed=9", ranks=1)
+        assert other.status != 0
+        assert "run.seed: 3 -> 9" in other.output
+
+    train(folder, server, during=during, variables={"SLOW_STEP": "1"}).check()
+
+
+def test_a_restart_takes_no_copy_from_a_newer_start(folder, server):
+    """Both could be restarted three times."""
+
+    def during(process):
+        assert wait_until(lambda: copied(server), process=process)
+        train(folder, server, "run.dir=other", ranks=1, restarts=2).check()
+
+    first = train(
+        folder, server, "run.max_steps=200", restarts=2, during=during, variables={"SLOW_STEP": "1"}
+    )
+    assert first.status != 0
+    assert status(folder / "other")["state"] == "finished"
+
+
+@pytest.mark.parametrize("when", ["step", "last save"])
+def test_a_copying_process_that_dies_is_replaced(folder, server, undisturbed, when):
+    slow = {"SLOW_STEP": "2"} if when == "step" else {"SLOW_SAVE": "3"}
+
+    def kill():
+        for file in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                words = file.read_bytes()
+                own = str(folder / "recipe.yaml").encode() in (file.parent / "environ").read_bytes()
+                if b"launcher.checkpoint.copier" in words and own:
+                    os.kill(int(file.parent.name), signal.SIGKILL)
+                    return True
+        return False
+
+    def during(process):
+        last = "step_00000012.writing"
+        seen = (lambda: copied(server)) if when == "step" else (lambda: saving(folder, last))
+        assert wait_until(seen, process=process)
+        assert kill()
+
+    variables = slow | {"OWN": str(folder / "recipe.yaml")}
+    done = train(folder, server, during=during, variables=variables).check()
+    assert "the process that copies checkpoints ended with status -9" in done.output
+    assert losses(folder / "run") == undisturbed
+    assert copied(server)[-1] == 12
+
+
+def saving(folder, name):
+    return any(name in path.name for path in (folder / "run" / "checkpoints").glob("step_*"))
+
+
+def test_checkpoints_that_were_deleted_here_are_fetched(folder, server, undisturbed):
+    train(folder, server, "run.max_steps=6").check()
+    shutil.rmtree(folder / "run" / "checkpoints")
+    (folder / "run" / "copy.json").unlink()
+    train(folder, server).check()
+    assert losses(folder / "run") == undisturbed
+
+
+def test_slow_copies_are_signs_of_life(folder, server):
+    """One block of a file takes longer than the time without a sign of life."""
+    slow = ["checkpoint.copy_bandwidth=10KB", "run.init_timeout=15", "run.max_steps=3"]
+    train(folder, server, *slow, "checkpoint.export=null").check()
+    assert copied(server) == [3]
 
 
 def test_a_return_to_an_older_checkpoint_removes_newer_copies(folder, server):

@@ -44,8 +44,16 @@ def run(recipe):
     return RunFolder(Path(recipe.run.dir))
 
 
-def begin(recipe, run):
-    return copies.begin(recipe.checkpoint, run, name=recipe.run.name)
+def find(recipe, run, **more):
+    return copies.fetch_newest(recipe.checkpoint, run, name=recipe.run.name, **more)
+
+
+def begin(recipe, run, **more):
+    lines = find(recipe, run, **more)
+    (run.path / "recipe.yaml").parent.mkdir(parents=True, exist_ok=True)
+    (run.path / "recipe.yaml").write_text("recipe")
+    copies.take_over(recipe.checkpoint, run, name=recipe.run.name)
+    return lines
 
 
 def elsewhere(folder, recipe):
@@ -175,6 +183,69 @@ def test_a_start_continues_what_is_in_the_copy(store, recipe, run, folder):
         RunCopy(COPY).check(own.start)
     RunCopy(COPY).check(copies.own_record(other).start)
     assert copies.own_record(other).run == own.run
+
+
+@pytest.mark.parametrize("name", ["../../evil.txt", "../x", "a/b.json", ".hidden", "a b"])
+def test_a_store_writes_no_file_outside_of_the_run_folder(store, recipe, run, folder, name):
+    begin(recipe, run)
+    put(store, saved(run.path / "checkpoints", 10))
+    store.put(f"runs/x/rounds/{name}", b"evil")
+    store.put("runs/x/rounds/1.json", b"answers")
+    store.put(f"runs/x/checkpoints/step_00000010/{name}", b"evil")
+    other = elsewhere(folder, recipe)
+    begin(recipe, other)
+    assert [file.name for file in (other.path / "rounds").iterdir()] == ["1.json"]
+    assert [
+        file for file in folder.rglob("*") if file.is_file() and b"evil" in file.read_bytes()
+    ] == []
+
+
+def test_a_start_that_only_looked_leaves_the_copy_to_the_other(store, recipe, run, folder):
+    """It may be refused for its recipe or data."""
+    begin(recipe, run)
+    put(store, saved(run.path / "checkpoints", 10))
+    find(recipe, elsewhere(folder, recipe))
+    RunCopy(COPY).check(copies.own_record(run).start)
+
+
+def test_a_restart_does_not_take_the_copy_back(store, recipe, run, folder):
+    begin(recipe, run)
+    put(store, saved(run.path / "checkpoints", 10))
+    find(recipe, run, restarted=True)
+    begin(recipe, elsewhere(folder, recipe))
+    with pytest.raises(
+        RecipeError, match=r"another start of this run, on .* writes there; this one"
+    ):
+        find(recipe, run, restarted=True)
+    assert find(recipe, run) == [], "a start of the user may"
+
+
+def test_a_run_that_has_copied_nothing_is_known_by_its_recipe(store, recipe, run, folder):
+    begin(recipe, run)
+    seen = []
+
+    def altered(content):
+        seen.append(content)
+        return ["run.seed: 3 -> 4"]
+
+    assert find(recipe, run, altered=altered) == [], "this run's own"
+    with pytest.raises(
+        RecipeError, match=r"a run with another recipe \(run.seed: 3 -> 4\); give an"
+    ):
+        find(recipe, elsewhere(folder, recipe), altered=altered)
+    assert seen == [b"recipe"]
+    assert find(recipe, elsewhere(folder, recipe)) == []
+
+
+@pytest.mark.parametrize("kept", ["nothing", "run.json"])
+def test_a_folder_that_has_lost_its_record_is_the_same_run(store, recipe, run, kept):
+    begin(recipe, run)
+    put(store, saved(run.path / "checkpoints", 10))
+    own = (run.path / "copy.json").rename(run.path / "run.json")
+    if kept == "nothing":
+        own.unlink()
+    assert find(recipe, run) == []
+    assert copies.own_record(run).run == RunCopy(COPY).read_record().run
 
 
 def test_a_newer_checkpoint_of_this_machine_stays(store, recipe, run):
