@@ -437,6 +437,7 @@ _EXTRAS = {
     "lora": "peft",
     "model.qat": "torchao",
     "images": "PIL",
+    "videos": "av",
     "logging.tensorboard": "tensorboard",
 }
 """Keys that need a module of an extra."""
@@ -840,6 +841,15 @@ def _groups_of_parameters(recipe: Recipe) -> Found:
             yield ("optimizer", "groups", index), "no-change", what
 
 
+def _one_tower(recipe: Recipe) -> Found:
+    images, videos = recipe.images, recipe.videos
+    for key in ("train", "learning_rate_ratio") if images and videos else ():
+        first, second = getattr(images, key), getattr(videos, key)
+        if first != second:
+            what = f"images and videos have one tower, and images.{key} is {first}"
+            yield f"videos.{key}", "one-tower", f"{what}; give both the same value"
+
+
 def _metrics(recipe: Recipe) -> Found:
     generate, keep_best = recipe.evaluation.generate, recipe.checkpoint.keep_best
     known = ["eval_loss", *(f"eval_{name}" for name in objective_of(recipe).scores)]
@@ -1073,6 +1083,7 @@ _RULES = (
     _part_weights,
     _empty_template,
     _groups_of_parameters,
+    _one_tower,
     _metrics,
     _whole_export,
     _nodes,

@@ -374,6 +374,9 @@ IN_ARGUMENTS = r"""
 | optimizer.layer_decay=1.5 | /range
 | optimizer.groups=[] | /empty
 | optimizer.groups=[{patterns: a}] | optimizer.groups[0]/no-change
+| @base & data.tokenizer=null & data.kind=chat & images={} & videos={train: all} | videos.train/one-tower
+| @base & data.tokenizer=null & data.kind=chat & videos={fps: 0} | videos.fps/range
+| @base & data.tokenizer=null & data.kind=chat & videos={learning_rate_ratio: 2} | videos.learning_rate_ratio/needs-videos.train
 | optimizer.groups=[{patterns: a, learning_rate_ratio: 0}] | optimizer.groups[0].learning_rate_ratio/range
 | optimizer.groups=[{patterns: a, rate: 2}] | optimizer.groups[0].rate/unknown
 | optimizer.groups=[{weight_decay: 0}] | optimizer.groups[0].patterns/missing
