@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from launcher.errors import RowError, first_line
+from launcher.libraries.extras import missing_extra
 
 MOST_PIXELS = 100_000_000
 """Pixels of the largest frame that is decoded."""
@@ -24,7 +25,7 @@ _OPTIONS = {
     "format_whitelist": "mov,matroska,webm,avi,flv,mpeg,mpegts,mpegvideo,asf,gif,ogg,h264,hevc",
     "protocol_whitelist": "none",
 }
-FORMATS = "MP4, MOV, MKV, WebM, AVI, FLV, MPEG, WMV, GIF and Ogg"
+FORMATS = "MP4, MOV, MKV, WebM, AVI, FLV, MPEG, WMV, GIF, Ogg"
 """Formats that are read, for messages."""
 
 Choose = Callable[[int, float | None], Sequence[int]]
@@ -131,6 +132,8 @@ def _upright(frame: Any) -> npt.NDArray[np.uint8]:
 @contextmanager
 def _opened(content: bytes) -> Iterator[tuple[Any, Any]]:
     """The file, and its first stream of video. Raises RowError."""
+    if (missing := missing_extra("av")) is not None:
+        raise RowError(missing)
     import av
 
     try:
@@ -142,4 +145,5 @@ def _opened(content: bytes) -> Iterator[tuple[Any, Any]]:
         raise
     except Exception as error:  # decoders raise many classes on damaged files
         why = getattr(error, "strerror", None) or first_line(error)
-        raise RowError(f"cannot be decoded: {why}; formats are {FORMATS}") from None
+        what = f"is not a video in one of the formats {FORMATS}, or a damaged one ({why})"
+        raise RowError(what) from None

@@ -67,6 +67,7 @@ class Frames(ABC):
         """settings: of the processor's file. Raises RecipeError for limits that it does not have."""
         common: Json = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}
         common |= {"rescale_factor": 1 / 255, "fps": None, "num_frames": None}
+        common |= {"do_sample_frames": True}
         given = {key: value for key, value in settings.items() if value is not None}
         self.settings: Json = common | self.defaults | given
         if limits.max_pixels is not None:
@@ -154,7 +155,7 @@ class Frames(ABC):
         keys = ("fps", "num_frames", "min_frames", "max_frames", "size")
         made = {key: self.settings.get(key) for key in keys}
         made = {key: value for key, value in made.items() if value != before.get(key)}
-        if not any((self.defaults | own).get(key) for key in ("fps", "num_frames")):
+        if not self.settings["do_sample_frames"]:  # transformers would take all frames
             made |= {key: self.settings[key] for key in ("fps", "num_frames")}
         if "size" in made:
             made |= dict.fromkeys({"min_pixels", "max_pixels"} & own.keys())
@@ -213,6 +214,7 @@ class Qwen2Frames(_Qwen):
         "merge_size": 2,
         "min_frames": 4,
         "max_frames": 768,
+        "do_sample_frames": False,
         "max_video_tokens": 128_000,
     }
 
@@ -382,7 +384,11 @@ class Gemma4Frames(Frames):
 class OneSizeFrames(Frames):
     """LLaVA-OneVision: all frames are scaled to one size."""
 
-    defaults: ClassVar[Json] = {**_CLIP, "size": {"height": 384, "width": 384}}
+    defaults: ClassVar[Json] = {
+        **_CLIP,
+        "size": {"height": 384, "width": 384},
+        "do_sample_frames": False,
+    }
 
     def __init__(self, settings: Mapping[str, Any], limits: Limits) -> None:
         """See `Frames`."""
@@ -404,7 +410,7 @@ class OneSizeFrames(Frames):
         return {"pixel_values_videos": pixels[None].numpy()}
 
 
-_CLASSES: dict[str, type[Frames]] = {
+PROCESSORS: dict[str, type[Frames]] = {
     "Gemma4VideoProcessor": Gemma4Frames,
     "LlavaOnevisionVideoProcessor": OneSizeFrames,
     "Qwen2VLVideoProcessor": Qwen2Frames,
@@ -452,7 +458,7 @@ def _class_of(settings: Json, model_type: str) -> str:
     if isinstance(named, str):
         return named
     image = str(settings.get("image_processor_type")).replace("ImageProcessor", "VideoProcessor")
-    return image if image in _CLASSES else _TYPES[model_type]
+    return image if image in PROCESSORS else _TYPES[model_type]
 
 
 @functools.lru_cache(maxsize=2)
@@ -485,9 +491,9 @@ class VideoProcessor(AttachmentProcessor):
             read_processor(Path(model_folder(name, key="model.path", weights=False)))
         )
         wanted = _class_of(settings, config.model_type)
-        if wanted not in _CLASSES:
+        if wanted not in PROCESSORS:
             raise RecipeError(f"videos: {name}: its video processor {wanted} is not supported")
-        self.frames = _CLASSES[wanted](settings, limits)
+        self.frames = PROCESSORS[wanted](settings, limits)
         processor.video_processor = SimpleNamespace(**self.frames.settings)
         self.placeholder = placeholder
         self.token_ids = [self._tokenizer.convert_tokens_to_ids(placeholder)]

@@ -76,7 +76,9 @@ class VideoSource(Source):
         except RowError as error:
             raise RowError(f"{self.name}: {error}") from None
         times, rows, columns = meta[:3]
-        seen = f", {times} x {rows} x {columns}" if rows else f", {times} frames"
+        seen = f", {times} frames"
+        if rows:  # without the text between frames
+            tokens, seen = times * rows * columns, f", {times} x {rows} x {columns}"
         return f"video: {self.describe(video, clip, tokens)}{seen}", _strip(clip)
 
 

@@ -1,6 +1,8 @@
 """Rows with videos: frames, tokens, pixels and positions, and what is refused."""
 
 import json
+import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -11,8 +13,9 @@ from launcher.data.attachment_inputs import ModelAttachments, grid_positions
 from launcher.data.encoder import make_encoder
 from launcher.data.images import RowImages
 from launcher.data.token_store import ModelTraits, open_store
-from launcher.data.video_files import Video
-from launcher.data.video_processor import Limits, VideoProcessor
+from launcher.data.tokenizer_files import read_processor
+from launcher.data.video_files import Clip, Video
+from launcher.data.video_processor import PROCESSORS, Limits, VideoProcessor, settings_of
 from launcher.data.videos import RowVideos, VideoSource
 from launcher.errors import RecipeError, RowError
 from launcher.models.micro_batch import IGNORED
@@ -162,10 +165,7 @@ CHOICES = [
 @pytest.mark.parametrize(("name", "given", "limits", "settings"), CHOICES)
 def test_frames_and_sizes_are_those_of_transformers(name, given, limits, settings):
     """With the settings of the real models, for lengths, rates and shapes."""
-    from launcher.data.video_files import Clip
-    from launcher.data.video_processor import _CLASSES
-
-    mine = _CLASSES[name](settings, Limits(**limits))
+    mine = PROCESSORS[name](settings, Limits(**limits))
     theirs = video_processor(name, **settings | given, do_sample_frames=True)
     for total, fps, size in ((5, 8, (64, 40)), (37, 12.5, (36, 200)), (90, 29.97, (50, 31))):
         frames = moving_frames(total, size=size)
@@ -181,9 +181,6 @@ def test_frames_and_sizes_are_those_of_transformers(name, given, limits, setting
 
 def test_values_of_torchvision():
     """Sums of transformers' processors with torchvision 0.28.0, which need not be installed."""
-    from launcher.data.video_files import Clip
-    from launcher.data.video_processor import _CLASSES
-
     frames = moving_frames(40, size=(200, 90))
     for name, settings, expected in (
         ("Qwen2VLVideoProcessor", {}, -21296.049006),
@@ -192,7 +189,7 @@ def test_values_of_torchvision():
         ("LlavaOnevisionVideoProcessor", {"num_frames": 8, "size": {"height": 56, "width": 56}},
          -238.305845),
     ):  # fmt: skip
-        mine = _CLASSES[name](settings, Limits())
+        mine = PROCESSORS[name](settings, Limits())
         indices = list(mine.choose(40, 12.5))
         clip = Clip(frames[indices], tuple(indices), 40, 12.5)
         made = mine.arrays(mine.normalized(mine.scaled(clip)))["pixel_values_videos"]
@@ -273,12 +270,13 @@ def damaged(folder):
 REFUSED = [
     (asked(video("none")), "none.mkv: no such file; videos.folder is where relative paths"),
     (asked(video("empty")), "empty.mkv: is empty"),
-    (asked(video("words")), "words.mkv: cannot be decoded: Invalid data found when processing"),
-    (asked({"type": "video", "video": "half.mp4"}), "half.mp4: cannot be decoded: "),
-    (asked(video("list")), "list.mkv: cannot be decoded: "),
-    (asked(video("files")), "files.mkv: cannot be decoded: "),
+    (asked(video("words")), "words.mkv: is not a video in one of the formats MP4, MOV, MKV"),
+    (asked({"type": "video", "video": "half.mp4"}), "half.mp4: is not a video in one of"),
+    (asked(video("list")), "list.mkv: is not a video in one of"),
+    (asked(video("files")), "files.mkv: is not a video in one of"),
     (asked(video("one")), "one.mkv: has 1 frame; a video has at least 2"),
-    (asked({"type": "video", "video": "still.png"}), "still.png: cannot be decoded"),
+    (asked({"type": "video", "video": "still.png"}), "still.png: is not a video in one of"),
+    (asked({"type": "video", "video": ["1.png", "2.png"]}), "a video must be a path, the bytes of"),
     (
         asked({"type": "video", "video": "https://a.b/c.mp4"}),
         "https://a.b/c.mp4: videos are not downloaded; download them first, and give their paths",
@@ -409,3 +407,49 @@ def test_packed_rows_with_images_and_videos(folder):
         assert torch.equal(places, (ids == token).nonzero()[:, 0])
         assert set(made["mm_token_type_ids"][0][places].tolist()) == {type_}
     assert (made["position_ids"][0, 0] == 0).sum() == 4  # three documents, and padding
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("limits", [{}, {"fps": 3.0, "max_frames": 6}, {"max_pixels": 40_960}])
+def test_an_exported_processor_takes_the_same_frames(folder, tmp_path, family, limits):
+    """transformers' class with the exported settings. Qwen2.5-VL has one file for images and videos:
+    those of videos get their own, and the images stay as they are."""
+    if family == "gemma4":
+        limits = {key: value for key, value in limits.items() if key == "max_frames"}
+    if family == "llava_onevision":
+        limits = {key: value for key, value in limits.items() if key == "fps"}
+    source = model_in(folder, family)
+    modality = RowVideos(str(source), limits=Limits(**limits))
+    files = read_processor(source)
+    before = json.dumps(files["preprocessor_config.json"])
+    modality.limit_files(files)
+    assert json.dumps(files["preprocessor_config.json"]) == before
+    exported = shutil.copytree(source, tmp_path / "hf")
+    for name, content in files.items():
+        (exported / name).write_text(json.dumps(content))
+    settings = settings_of(read_processor(exported))
+    assert settings.get("do_sample_frames", family != "qwen2_vl")
+    processor, mine = reference_of(exported), modality.loaded
+    frames, about = whole(folder / "wide.mkv")
+    made = processor(
+        videos=[frames], text=[processor.video_token], video_metadata=[about], return_tensors="np"
+    )
+    wanted = mine.process(Video.of((folder / "wide.mkv").read_bytes()))
+    assert np.array_equal(made["pixel_values_videos"], wanted.arrays["pixel_values_videos"])
+    # As the launcher reads it, also beside an adapter, whose base has the model's own settings
+    own = RowVideos.of_export(exported, None).loaded
+    assert own.frames.settings["fps"] == mine.frames.settings["fps"]
+    adapter = RowVideos.of_export(exported, str(source)).loaded
+    clip = Video.of((folder / "wide.mkv").read_bytes())
+    for other in (own, adapter):
+        assert np.array_equal(
+            other.process(clip).arrays["pixel_values_videos"], wanted.arrays["pixel_values_videos"]
+        )
+
+
+def test_a_missing_package_is_named(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(
+        RowError, match=r"needs av, which is not installed: pip install 'launcher\[video"
+    ):
+        VideoSource(b"...").decode(b"...")
