@@ -228,8 +228,9 @@ class VideoGrid(PatchGrid):
     def positions(
         self, meta: Sequence[int], is_token: npt.NDArray[np.bool_]
     ) -> tuple[npt.NDArray[np.int64], int]:
-        """As transformers' `get_rope_index`: text goes on after the height or width of the last pair,
-        also where the positions of time are larger."""
+        """As `get_rope_index` of transformers 5.23 (5.17 cuts the seconds of Qwen2.5-VL to whole ones):
+        text goes on after the height or width of the last pair, also where the positions of time are
+        larger."""
         times, rows, columns, bits = meta
         step, grid = max(rows, columns), np.indices((times, rows, columns)).reshape(3, -1)
         if not self.apart:
@@ -320,13 +321,13 @@ class PooledFrames(OneSize):
         return {"pixel_values": torch.from_numpy(arrays["pixel_values_videos"]), "frames": frames}
 
     def features(self, base: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        # The frames of all videos as those of one, to whose features transformers adds the line break
-        pixels = arguments["pixel_values"][None]
-        made = base.get_video_features(pixel_values_videos=pixels, return_dict=True)
-        whole, line_break = made.pooler_output[0].split([-1 + len(made.pooler_output[0]), 1])
-        parts = whole.split([frames * self.tokens for frames in arguments["frames"]])
-        joined = [each for part in parts for each in (part, line_break)]
-        return {"pooler_output": torch.cat(joined)}
+        # The frames of all videos as those of one, behind whose features is a line break (5.23) or not
+        pixels = arguments["pixel_values"]
+        made = base.get_video_features(pixels[None], return_dict=True).pooler_output[0]
+        lengths = [frames * self.tokens for frames in arguments["frames"]]
+        line_break = base.image_newline[None].to(made.dtype)
+        parts = made[: sum(lengths)].split(lengths)
+        return {"pooler_output": torch.cat([each for part in parts for each in (part, line_break)])}
 
     def largest(self, tokens: int, max_pixels: int | None = None) -> Image | None:
         frames = min((tokens - 1) // self.tokens, self.most)

@@ -143,7 +143,7 @@ def write_rows(folder):
 
 def write_video_rows(folder, *, images=True):
     """Nine rows, of which some have videos, and some images beside them."""
-    for number, (count, size, fps) in enumerate([(12, (48, 36), 8), (40, (90, 60), 10)]):
+    for number, (count, size, fps) in enumerate([(16, (48, 36), 8), (40, (90, 60), 10)]):
         make_video(folder / f"{number}.mkv", count, size=size, fps=fps, seed=number)
     rows = write_rows(folder)
     shown = ["0", "", "01", "", "1", "0", "", "", ""]

@@ -23,12 +23,13 @@ from launcher.models.tower_inputs import TowerInputs, form_of
 from launcher.objectives.next_token import NextToken
 from launcher.recipe.schema import Data
 from launcher.sources.rows import Row, SourcePart
-from tests.image_models import make_image, make_model
+from tests.image_models import make_image, make_model, skip_without_packages
 from tests.reference_videos import reference_of, video_processor, whole
 from tests.run_files import write_lines
 from tests.video_files import make_video, moving_frames, write_video
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma4", "llava_onevision")
+OLD = transformers.__version__.startswith("5.17.")
 ANSWER = {"role": "assistant", "content": "A thing."}
 CLIPS = {
     "short": (12, (48, 36), 8),
@@ -106,6 +107,7 @@ def inputs_of(folder, row, processor, **options):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_and_pixels_are_those_of_the_processor(folder, family):
     """Of transformers' own classes for the family, which see all frames and choose."""
+    skip_without_packages(family)
     processor = reference_of(model_in(folder, family))
     modality = RowVideos(str(folder / family))
     for row, found in zip(ROWS, encoded(folder, ROWS, family), strict=True):
@@ -132,6 +134,7 @@ def test_tokens_and_pixels_are_those_of_the_processor(folder, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_pixels_in_bytes_become_the_same_values(folder, family):
+    skip_without_packages(family)
     processor = VideoProcessor(str(model_in(folder, family)), Limits())
     opened = Video.of((folder / "odd.mkv").read_bytes())
     in_bytes = processor.process(opened, in_bytes=True).arrays["pixel_values_videos"]
@@ -165,6 +168,8 @@ CHOICES = [
 @pytest.mark.parametrize(("name", "given", "limits", "settings"), CHOICES)
 def test_frames_and_sizes_are_those_of_transformers(name, given, limits, settings):
     """With the settings of the real models, for lengths, rates and shapes."""
+    if OLD and not name.startswith("Qwen"):
+        pytest.skip("the choice of frames and the shapes of transformers 5.17 are others")
     mine = PROCESSORS[name](settings, Limits(**limits))
     theirs = video_processor(name, **settings | given, do_sample_frames=True)
     for total, fps, size in ((5, 8, (64, 40)), (37, 12.5, (36, 200)), (90, 29.97, (50, 31))):
@@ -199,6 +204,8 @@ def test_values_of_torchvision():
 @pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5"])
 def test_positions_are_those_of_the_model(folder, family):
     """The positions of the model's own function, which reads the device."""
+    if OLD and family == "qwen2_5_vl":
+        pytest.skip("transformers 5.17 cuts seconds to whole ones")
     config = transformers.AutoConfig.from_pretrained(model_in(folder, family))
     with torch.device("meta"):
         model = transformers.AutoModelForImageTextToText.from_config(config).model
@@ -342,6 +349,8 @@ def test_limits_that_a_model_does_not_have(folder):
             "rows with videos are not supported for models of type glm4v, but for gemma4",
         ),
     ):
+        if OLD and family == "gemma4":  # whose processor needs torchvision
+            continue
         with pytest.raises(RecipeError, match=expected):
             VideoProcessor(str(model_in(folder, family)), Limits(**limits))
 
@@ -414,6 +423,7 @@ def test_packed_rows_with_images_and_videos(folder):
 def test_an_exported_processor_takes_the_same_frames(folder, tmp_path, family, limits):
     """transformers' class with the exported settings. Qwen2.5-VL has one file for images and videos:
     those of videos get their own, and the images stay as they are."""
+    skip_without_packages(family)
     if family == "gemma4":
         limits = {key: value for key, value in limits.items() if key == "max_frames"}
     if family == "llava_onevision":

@@ -23,7 +23,7 @@ from launcher.models.tower_inputs import normalized
 from launcher.models.towers import features_kept, use_towers
 from launcher.recipe.schema import Data, Images, Model, Videos
 from launcher.sources.rows import Row, SourcePart
-from tests.image_models import make_image, make_model
+from tests.image_models import make_image, make_model, skip_without_packages
 from tests.unit.models.test_images import levels
 from tests.video_files import make_video
 
@@ -71,6 +71,9 @@ def processed(folder):
 @pytest.mark.parametrize("family", EACH)
 def test_features_are_those_of_the_model(models, family):
     """Of two videos of different lengths and sizes, from bytes, without the model's own indices."""
+    skip_without_packages(family)
+    if family == "llava_onevision" and transformers.__version__.startswith("5.17."):
+        pytest.skip("there the line break is added later")
     folder = models[family]
     model = with_weights(folder)
     processor, in_bytes, plain = processed(folder)
@@ -86,7 +89,9 @@ def test_features_are_those_of_the_model(models, family):
     for one in plain:  # LLaVA-OneVision takes videos of one length only
         tensors = {name: torch.from_numpy(array) for name, array in one.arrays.items()}
         tensors.pop("second_per_grid_ts", None)
-        wanted.append(levels(model.base_model.get_video_features(**tensors, return_dict=True)))
+        pixels = tensors.pop("pixel_values_videos")
+        features = model.base_model.get_video_features(pixels, **tensors, return_dict=True)
+        wanted.append(levels(features))
     use_tower_attention(model, inputs.form, device=CPU, compute_dtype=torch.float32)
     found = levels(inputs.form.features(model.base_model, normalized(made["tower"])))
     for one, parts in zip(found, zip(*wanted, strict=True), strict=True):
@@ -97,6 +102,7 @@ def test_features_are_those_of_the_model(models, family):
 @pytest.mark.parametrize("family", EACH)
 def test_a_blank_video_gives_every_trained_parameter_a_gradient(models, family):
     """DDP waits for it, also where a micro-batch has neither images nor videos."""
+    skip_without_packages(family)
     model = with_weights(models[family])
     attachments = attachments_of({"video": Videos()}, Model(path=str(models[family])), model)
     ids = np.array([257, 65, 66, 67])
