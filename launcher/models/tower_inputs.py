@@ -190,8 +190,6 @@ class VideoGrid(PatchGrid):
     apart: bool = False
     """Whether the time of each pair stands as text before it (Qwen3-VL, Qwen3.5), and the limit of
     pixels is one of all frames together."""
-    frame_tokens: int = 768
-    """Tokens of a pair, at most: the default of the processor, for a plan."""
 
     @classmethod
     def of(cls, config: Config) -> VideoGrid:
@@ -208,12 +206,11 @@ class VideoGrid(PatchGrid):
         return super().arguments({"pixel_values": pixels, "image_grid_thw": sizes})
 
     def largest(self, tokens: int, max_pixels: int | None = None) -> Image | None:
-        of_frame = self.frame_tokens
-        if max_pixels is not None:
-            most = max_pixels // (self.merge * self.patch) ** 2
-            of_frame = min(of_frame, most)
-            tokens = min(tokens, most // self.pair) if self.apart else tokens
-        made = super().largest(min(tokens, of_frame))
+        of_pair = max_pixels
+        if self.apart and max_pixels is not None:
+            of_pair = max_pixels // self.pair
+            tokens = min(tokens, of_pair // (self.merge * self.patch) ** 2)
+        made = super().largest(tokens, of_pair)
         if made is None:
             return None
         each, (rows, columns), _ = made
