@@ -306,7 +306,7 @@ REFUSED = [
         "message 2: the assistant cannot answer with a video",
     ),
     (asked(text("a"), audio="a.mp3"), "column 'audio' holds audio, or images or videos beside"),
-    (asked({"type": "audio", "audio": "a.mp3"}), "only text and images and videos can be trained on"),
+    (asked({"type": "audio", "audio": "a.mp3"}), "only text, images and videos can be trained on; got parts"),
 ]  # fmt: skip
 
 
