@@ -18,6 +18,8 @@ MOST_PIXELS = 100_000_000
 """Pixels of the largest frame that is decoded."""
 MOST_BYTES = 4 << 30
 """Bytes of all decoded frames of a video, before they are scaled."""
+LIST_RATE = 2.0
+"""Frames in a second of a list of pictures, as in Qwen's own code."""
 _LEAST_SHARE = 0.9
 """Share of its frames that a file must hold; with fewer it is damaged."""
 _OPTIONS = {
@@ -127,6 +129,26 @@ def _upright(frame: Any) -> npt.NDArray[np.uint8]:
     made: npt.NDArray[np.uint8] = frame.to_ndarray(format="rgb24")
     turns = round(frame.rotation / 90) % 4
     return np.ascontiguousarray(np.rot90(made, turns)) if turns else made
+
+
+@dataclass(frozen=True)
+class FrameList(Video):
+    """A video whose frames are pictures."""
+
+    frames: tuple[npt.NDArray[np.uint8], ...] = ()
+    """(height, width, 3) each, of one size."""
+
+    @classmethod
+    def of_pictures(cls, frames: Sequence[npt.NDArray[np.uint8]]) -> FrameList:
+        """Raises RowError if their sizes differ."""
+        if len({frame.shape for frame in frames}) > 1:
+            raise RowError("its frames have several sizes")
+        return cls(b"", len(frames), LIST_RATE, tuple(frames))
+
+    def clip(self, choose: Choose) -> Clip:
+        indices = [int(index) for index in choose(self.total, self.fps)]
+        frames = np.stack([self.frames[index] for index in indices])
+        return Clip(frames, tuple(indices), self.total, self.fps)
 
 
 @contextmanager

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from launcher.data.attachments import Source
+from launcher.data.images import ImageSource, RowImages
 from launcher.data.messages import Message
 from launcher.data.modality import Arrays, Modality, Planned
 from launcher.data.placing import source_of
 from launcher.data.tokenizer_files import PROCESSOR_FILES, read_processor
-from launcher.data.video_files import Clip, Video
+from launcher.data.video_files import Clip, FrameList, Video
 from launcher.data.video_processor import (
     Limits,
     VideoProcessor,
@@ -45,8 +49,16 @@ _KEYS = {
 }
 _REFUSED = {key: f"{section} holds for all videos" for key, section in _KEYS.items()}
 """Keys of a part, as of Qwen's, that choose frames or sizes of its video."""
+_LIST = b"frames:"
+"""Stands before the paths of the pictures of a video, as JSON."""
 _SHOWN_FRAMES, _SHOWN_HEIGHT = 6, 120
 """Frames of a strip, and its pixels."""
+
+
+class _Frame(ImageSource):
+    """A picture of a list of them."""
+
+    kind = "video"  # its path is relative to videos.folder
 
 
 @dataclass(frozen=True)
@@ -56,10 +68,39 @@ class VideoSource(Source):
     kind = "video"
     most_bytes = 2 << 30
 
+    @property
+    def _pictures(self) -> list[_Frame]:
+        """The frames of a list of pictures; empty: it is a file."""
+        if self.is_file or not self.data.startswith(_LIST):
+            return []
+        paths = json.loads(self.data.removeprefix(_LIST))
+        return [_Frame(path.encode(), is_file=True) for path in paths]
+
+    @property
+    def name(self) -> str:
+        """See `Source`."""
+        if pictures := self._pictures:
+            return f"{len(pictures)} frames from {pictures[0].name}"
+        return super().name
+
+    def read(self) -> bytes:
+        """See `Source`. Of a list of pictures their files, each behind its size."""
+        if not (pictures := self._pictures):
+            return super().read()
+        files = [picture.read() for picture in pictures]
+        return b"".join(len(file).to_bytes(8, "little") + file for file in files)
+
     def decode(self, content: bytes) -> Video:
         """The video of what `read` has returned. Raises RowError if it cannot be read."""
         try:
-            return Video.of(content)
+            if not (pictures := self._pictures):
+                return Video.of(content)
+            frames = []
+            for picture in pictures:
+                end = 8 + int.from_bytes(content[:8], "little")
+                frames.append(np.asarray(picture.decode(content[8:end])))
+                content = content[end:]
+            return FrameList.of_pictures(frames)
         except RowError as error:
             raise RowError(f"{self.name}: {error}") from None
 
@@ -130,6 +171,15 @@ class RowVideos(Modality):
         folder = Path(model_folder(self.processor, key="model.path", weights=False))
         if changes := self.loaded.frames.changes(settings_of(read_processor(folder))):
             set_settings(files, changes)
+
+    def file_of(self, value: Any) -> bytes | None:
+        """Of a list of the paths of pictures these paths."""
+        if not isinstance(value, list | tuple) or not value:
+            return None
+        pictures = [source_of(each, RowImages(self.processor, self.folder)) for each in value]
+        if not all(picture.is_file for picture in pictures):
+            raise RowError("a video that is a list of pictures must name their files")
+        return _LIST + json.dumps([picture.data.decode() for picture in pictures]).encode()
 
     def message_part(self, path: str) -> tuple[Message, str]:
         source: Any = source_of(path, self)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from PIL import Image
 
 from launcher.data.attachment_inputs import ModelAttachments, grid_positions
 from launcher.data.encoder import make_encoder
@@ -252,6 +253,39 @@ def test_forms_of_rows_are_the_same(folder):
         assert other.ids.tolist() == first.ids.tolist()
 
 
+def test_a_list_of_pictures_is_a_video(folder):
+    """Of two frames in a second (Qwen). All are taken, up to videos.max_frames."""
+    frames = moving_frames(8, size=(60, 60), seed=5)
+    names = [f"frame{number}.png" for number in range(8)]
+    for name, frame in zip(names, frames, strict=True):
+        Image.fromarray(frame).save(folder / name)
+    rows = [asked({"type": "video", "video": names}, text("?")), asked(text("?"), videos=[names])]
+    first, second = encoded(folder, rows, "qwen3_vl")
+    assert not first.problem
+    assert first.ids.tolist() == second.ids.tolist()
+    table, data = first.attachments
+    source = VideoSource(data[table["begin"][0] :][: table["size"][0]])
+    modality = RowVideos(str(folder / "qwen3_vl"))
+    made, checksum = modality.loaded.read(source, in_bytes=False)
+    assert checksum == table["checksum"][0]
+    processor = reference_of(folder / "qwen3_vl")
+    about = {"total_num_frames": 8, "fps": 2.0, "duration": 4.0}
+    written = processor.tokenizer.apply_chat_template(rows[0]["messages"], tokenize=False)
+    wanted = processor(
+        videos=[frames], text=[written], video_metadata=[about], do_sample_frames=True,
+        return_tensors="np",
+    )  # fmt: skip
+    assert made.meta[0] == 4
+    assert first.ids.tolist() == wanted["input_ids"][0].tolist()
+    assert np.array_equal(made.arrays["pixel_values_videos"], wanted["pixel_values_videos"])
+    line, strip = source.shown(99, made.meta)
+    assert f"video: 8 frames from {folder}/frame0.png, 60 x 60 pixels, 8 frames, 4.0 s: " in line
+    assert strip.size[1] == 60
+    Image.fromarray(frames[0]).save(folder / names[7])
+    with pytest.raises(RowError, match=r"8 frames from .* has changed since its row was tokenized"):
+        modality.loaded.read(source, in_bytes=False, checksum=checksum)
+
+
 def test_a_caption_of_a_video(folder):
     name = str(model_in(folder, "qwen2_5_vl"))
     data = Data(kind="instruct", columns={"response": "caption"})
@@ -271,6 +305,7 @@ def damaged(folder):
     (folder / "list.mkv").write_text(f"#EXTM3U\n#EXTINF:9,\nfile://{folder}/wide.mkv\n")
     (folder / "files.mkv").write_text(f"ffconcat version 1.0\nfile {folder}/wide.mkv\n")
     write_video(folder / "one.mkv", moving_frames(1))
+    make_image(folder / "odd.png", size=(40, 40))
     return content
 
 
@@ -283,7 +318,11 @@ REFUSED = [
     (asked(video("files")), "files.mkv: is not a video in one of"),
     (asked(video("one")), "one.mkv: has 1 frame; a video has at least 2"),
     (asked({"type": "video", "video": "still.png"}), "still.png: is not a video in one of"),
-    (asked({"type": "video", "video": ["1.png", "2.png"]}), "a video must be a path, the bytes of"),
+    (asked({"type": "video", "video": ["still.png", "2.png"]}), "2.png: no such file; videos.folder"),
+    (asked({"type": "video", "video": ["still.png", b"1"]}), "of pictures must name their files"),
+    (asked({"type": "video", "video": ["still.png", "odd.png"]}), "2 frames from "),
+    (asked({"type": "video", "video": ["still.png", "odd.png"]}), "its frames have several sizes"),
+    (asked({"type": "video", "video": []}), "a video must be a path, the bytes of a file, or base64"),
     (
         asked({"type": "video", "video": "https://a.b/c.mp4"}),
         "https://a.b/c.mp4: videos are not downloaded; download them first, and give their paths",
