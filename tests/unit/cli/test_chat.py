@@ -310,6 +310,7 @@ def test_images_are_shown_as_transformers_shows_them(pictures, talk, generated, 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma4", "llava_onevision"])
 def test_videos_are_shown_as_transformers_shows_them(pictures, talk, generated, family):
     """A video beside an image, and another one in the next message."""
+    skip_without_packages(family)
     folder = model_of(pictures, family)
     wide, clip = pictures / "a wide one.png", make_video(pictures / "clip.mkv", 16, size=(60, 60))
     printed = talk(folder, lines=f"/image {wide}\n/video {clip}\nWhat?\n/video {clip}\nAnd\n")
