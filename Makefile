@@ -209,7 +209,7 @@ test-versions: $(OLDEST_INSTALLED)
 	$(OLDEST_VENV)/bin/python -m pytest -ra -m 'not long' tests/unit/test_private_names.py tests/unit/libraries \
 		tests/unit/strategies tests/unit/models tests/unit/objectives tests/unit/optimizers \
 		tests/unit/training/test_fake_tensors.py tests/unit/data/test_images.py \
-		tests/distributed/test_images.py
+		tests/unit/data/test_videos.py tests/distributed/test_images.py
 	$(OLDEST_VENV)/bin/python -m pytest -ra tests/distributed/test_gemma.py
 
 cuda_torch = $(PYTHON) -c 'import torch as t; assert t.version.cuda and t.__version__ >= (2, 11)' 2>/dev/null

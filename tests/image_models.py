@@ -29,6 +29,7 @@ QWEN_IDS = {
     "video_token_id": 263,
 }
 QWEN_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+QWEN_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 GEMMA_TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>"}
 GEMMA_TOKENS |= {"image_token": "<image_soft_token>"}
 GEMMA4_TOKENS = GEMMA_TOKENS | {"audio_token": "<audio_soft_token>"}
@@ -46,6 +47,15 @@ _IDEFICS_PROCESSOR = {
 }
 
 
+QWEN3_VIDEOS = {
+    "video_processor_type": "Qwen3VLVideoProcessor",
+    "patch_size": 16,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 4 * 32 * 32, "longest_edge": 80 * 32 * 32},
+}
+
+
 def _qwen(kind, processor, *, text=None, vision=None, patch_size=16):
     text = TEXT | {"rope_parameters": MROPE} | (text or {})
     vision = QWEN_VISION | {"patch_size": patch_size} | (vision or {})
@@ -53,6 +63,7 @@ def _qwen(kind, processor, *, text=None, vision=None, patch_size=16):
         "config": {"model_type": kind, "text_config": text, "vision_config": vision, **QWEN_IDS},
         "tokens": QWEN_TOKENS,
         "image": QWEN_IMAGE,
+        "video": QWEN_VIDEO,
         "processor_class": processor,
         "processor": {
             "image_processor_type": "Qwen2VLImageProcessor",
@@ -61,6 +72,8 @@ def _qwen(kind, processor, *, text=None, vision=None, patch_size=16):
             "temporal_patch_size": 2,
             "size": {"shortest_edge": 56 * 56, "longest_edge": 10 * 56 * 56},
         },
+        # Qwen2-VL and Qwen2.5-VL have one file for images and videos
+        "video_processor": None if patch_size == 14 else QWEN3_VIDEOS,
     }
 
 
@@ -148,6 +161,14 @@ FAMILIES = {
         "tokens": [*GEMMA4_TOKENS.values(), "<|video|>"],
         "named": GEMMA4_TOKENS,
         "image": "<image_soft_token>",
+        "video": "<|video|>",
+        "video_processor": {
+            "video_processor_type": "Gemma4VideoProcessor",
+            "patch_size": 14,
+            "max_soft_tokens": 70,
+            "pooling_kernel_size": 3,
+            "num_frames": 4,
+        },
         "processor_class": "Gemma4Processor",
         "processor": {
             "image_processor_type": "Gemma4ImageProcessor",
@@ -299,6 +320,12 @@ MORE = {
         },
         "tokens": ["<image>", "<video>"],
         "image": "<image>",
+        "video": "<video>",
+        "video_processor": {
+            "video_processor_type": "LlavaOnevisionVideoProcessor",
+            "size": {"height": 56, "width": 56},
+            "num_frames": 4,
+        },
         "processor_class": "LlavaOnevisionProcessor",
         "processor": {
             "image_processor_type": "LlavaOnevisionImageProcessor",
@@ -393,8 +420,8 @@ NEEDS = {"mistral3": ("torchvision",), "smolvlm": ("num2words",)}
 """Packages that the processors of families need, and the launcher does not."""
 
 
-def chat_template(image):
-    """A template that writes `image` for each image in a message."""
+def chat_template(image, video=""):
+    """A template that writes `image` for each image in a message, and `video` for each video."""
     return (
         "{%- for message in messages -%}{{- '<|' ~ message.role ~ '|>' -}}"
         "{%- if message.role == 'assistant' -%}{%- generation -%}{{- message.content -}}"
@@ -402,6 +429,7 @@ def chat_template(image):
         "{%- if message.content is string -%}{{- message.content -}}"
         "{%- else -%}{%- for part in message.content -%}"
         f"{{%- if part.type == 'image' -%}}{{{{- '{image}' -}}}}"
+        f"{{%- elif part.type == 'video' -%}}{{{{- '{video}' -}}}}"
         "{%- elif 'text' in part -%}{{- part.text -}}{%- endif -%}"
         "{%- endfor -%}{%- endif -%}{{- '<|end|>' -}}{%- endif -%}"
         "{%- endfor -%}"
@@ -426,7 +454,7 @@ def make_model(folder, family, *, replaced=None, sections=None, shape_only=False
     )
     for name, token in about.get("named", {}).items():
         setattr(tokenizer, name, token)
-    tokenizer.chat_template = chat_template(about["image"])
+    tokenizer.chat_template = chat_template(about["image"], about.get("video", ""))
     if named := about.get("named"):
         tokenizer.init_kwargs["extra_special_tokens"] = named
     tokenizer.save_pretrained(folder)
@@ -440,6 +468,8 @@ def make_model(folder, family, *, replaced=None, sections=None, shape_only=False
     (folder / "processor_config.json").write_text(
         json.dumps(about.get("processor_config", {}) | common)
     )
+    if (videos := about.get("video_processor")) is not None:
+        (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
     settings = about["config"] | (replaced or {})
     settings |= {key: settings[key] | changes for key, changes in (sections or {}).items()}
     settings = transformers.AutoConfig.for_model(settings.pop("model_type"), **settings)

@@ -219,7 +219,7 @@ def _load_exported(
 
 
 def _processor(folder: Path, modalities: Iterable[Modality] = ()) -> Json:
-    """The processor of a model of more than text: its files, with the limits of these modalities, and
+    """The processor of a model of more than text: its files, as these modalities change them, and
     the class that loads them."""
     from transformers import AutoProcessor
 
@@ -228,8 +228,7 @@ def _processor(folder: Path, modalities: Iterable[Modality] = ()) -> Json:
     files = [file for file in files if file.name != CHAT_TEMPLATE]
     facts: Json = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in files}
     for modality in modalities:
-        for content in facts.values() if modality.limited else ():
-            modality.limit_file(content)
+        modality.limit_files(facts)
     if files:
         try:
             loaded: object = AutoProcessor.from_pretrained(

@@ -66,7 +66,7 @@ def chat(
     It answers with the chat template and the system prompt of the run, or under the headings of
     Alpaca's text if it was trained on them; a model that was trained without either completes each
     line. The first line says which. /image PATH shows an image with the next line, to a model of
-    images and text. /reset begins another conversation. Ctrl-C stops an answer, Ctrl-D ends.
+    images and text, and /video PATH a video. /reset begins another conversation. Ctrl-C stops an answer, Ctrl-D ends.
 
     \b
     Example:

@@ -46,7 +46,7 @@ _WIDTH = 120
 _STREAMED = 1000
 """Rows of a stream that are inspected."""
 _BAR = 44
-_THUMBNAIL = 240
+_THUMBNAIL, _STRIP = 240, 720
 """Most pixels of a side of a picture in the HTML page."""
 _HTML = """\
 <!doctype html>
@@ -530,7 +530,8 @@ def _facts(dataset: SequenceDataset, *, padding: str) -> dict[str, str]:
 def _data_uri(picture: PIL.Image.Image) -> str:
     """A small copy of a picture, for a page."""
     picture, stream = picture.copy(), io.BytesIO()
-    picture.thumbnail((_THUMBNAIL, _THUMBNAIL))
+    strip = picture.width > 3 * picture.height
+    picture.thumbnail((_STRIP if strip else _THUMBNAIL, _THUMBNAIL))
     picture.save(stream, format="PNG")
     return f"data:image/png;base64,{base64.b64encode(stream.getvalue()).decode()}"
 

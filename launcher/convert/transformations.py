@@ -655,7 +655,7 @@ def images(c: Conversion, names: Names, largest: int | None = None) -> None:
     model = f"{c.values.get('model.path', '')} {c.at('processor_type') or ''}".lower()
     refused = {
         "this model attends to images in layers of its own, which is not trained here": _CROSS_ATTENTION,
-        "video and audio are not trained on": _SOUND,
+        "audio is not trained on": _SOUND,
     }
     c.get(*names)
     train, origin = c.values.pop("images.train", None), c.origin("images.train") or name

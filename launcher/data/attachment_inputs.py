@@ -14,6 +14,7 @@ from torch import nn
 
 from launcher.data.images import RowImages
 from launcher.data.modality import Arrays, Modality
+from launcher.data.videos import RowVideos
 from launcher.models.micro_batch import MicroBatch
 from launcher.models.record import record_of
 from launcher.models.row_division import RowDivision
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 Sample = dict[str, npt.NDArray[Any]]
 Integers = npt.NDArray[np.int64]
-MODALITIES: tuple[type[Modality], ...] = (RowImages,)
+MODALITIES: tuple[type[Modality], ...] = (RowImages, RowVideos)
 """All kinds of attachments."""
 
 
@@ -127,7 +128,11 @@ class ModelAttachments:
         made: dict[str, Any] = {**sample, "attachments": found}
         if self.grid:
             of_kind = {modality.kind: modality for modality in self.modalities}
-            places = [(one.first, of_kind[one.kind].grid(one.meta)) for one in found]
+            ids = sample["input_ids"]
+            places = [
+                (one.first, *of_kind[one.kind].grid(one.meta, ids[one.first : one.end]))
+                for one in found
+            ]
             made["grid_positions"] = grid_positions(sample["position_ids"], places)
         return made
 
@@ -206,21 +211,22 @@ def _of_part(
     return found, torch.from_numpy(np.flatnonzero(np.concatenate(of_part)))
 
 
-def grid_positions(positions: Integers, attachments: Iterable[tuple[int, Integers]]) -> Integers:
-    """Positions of time, height and width, (3, tokens) (M-RoPE: Wang et al., 2024). The text after an
-    attachment continues after the largest position of its tokens.
+def grid_positions(
+    positions: Integers, attachments: Iterable[tuple[int, Integers, int]]
+) -> Integers:
+    """Positions of time, height and width, (3, tokens) (M-RoPE: Wang et al., 2024).
 
-    positions: (tokens,), 0 at the start of each document. attachments: the first token of each, and
-    the positions of its tokens, (3, tokens), see `Modality.grid`.
+    positions: (tokens,), 0 at the start of each document. attachments: the first token of each, the
+    positions of its tokens, (3, tokens), and the one of the text after it, see `Modality.grid`.
     """
     made = np.broadcast_to(positions, (3, len(positions))).copy()
     starts = np.append(np.flatnonzero(positions == 0), len(positions))
-    for first, own in attachments:
+    for first, own, following in attachments:
         end = first + own.shape[1]
         document = int(starts[np.searchsorted(starts, first, side="right")])
         made[:, first:end] = made[0, first] + own
         # The rest of the document has counted each token of the attachment
-        made[:, end:document] -= own.shape[1] - (int(own.max()) + 1)
+        made[:, end:document] -= own.shape[1] - following
     return made
 
 

@@ -1,4 +1,4 @@
-"""Attachments: what rows have beside text. Images are the first kind.
+"""Attachments: what rows have beside text, such as images and videos.
 
 A token store has one table of them. What a kind of attachments must know is in `data/modality.py`.
 """
@@ -42,8 +42,6 @@ Attachments = tuple[npt.NDArray[Any], bytes]
 data."""
 _LONGEST_NAME = 300
 """Characters of a path in a message."""
-_MOST_BYTES = 256 << 20
-"""Bytes of the largest file."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +52,8 @@ class Source(ABC):
     is_file: bool = False
     kind: ClassVar[str]
     """See `Modality`."""
+    most_bytes: ClassVar[int] = 256 << 20
+    """Bytes of the largest file."""
 
     @property
     def name(self) -> str:
@@ -72,8 +72,8 @@ class Source(ABC):
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):
                 raise RowError(f"{self.name}: is not a file")
-            if status.st_size > _MOST_BYTES:
-                what = f"the file has {status.st_size:,} bytes, more than {_MOST_BYTES:,}"
+            if status.st_size > self.most_bytes:
+                what = f"the file has {status.st_size:,} bytes, more than {self.most_bytes:,}"
                 raise RowError(f"{self.name}: {what}")
             return path.read_bytes()
         except RowError:

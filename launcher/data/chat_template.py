@@ -245,8 +245,9 @@ class ChatTemplate:
         except UnicodeEncodeError:
             raise RowError(f"the conversation {HALF_PAIR}") from None
         rendered = replace(rendered, objects=chat.objects)
+        kinds = [modality.kind for modality, _ in chat.attached]
         for modality, sources in chat.attached:
-            rendered = modality.expand(rendered, sources)
+            rendered = modality.expand(rendered, sources, kinds)
         weighted = chat.weights is not None or chat.part_weights is not None
         return replace(rendered, weight=chat.weight, weighted=weighted)
 

@@ -1,4 +1,4 @@
-"""The image processor of a model: from an image to its tokens and pixels."""
+"""Processors of a model: from an image, or an attachment of another kind, to its tokens and pixels."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import copy
 import functools
 import importlib
 import re
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from launcher.data.tokenizer import hugging_face_tokenizer
 from launcher.errors import RecipeError, RowError, first_line
 from launcher.libraries.families import COORDINATES, OBJECT_TEXTS
 from launcher.sources.hub import model_folder
-from launcher.sources.layouts import typed
+from launcher.sources.layouts import ATTACHMENTS, typed, with_article
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -47,15 +48,162 @@ _NEED_TWO = ("PixtralProcessor",)
 
 @dataclass(frozen=True)
 class Processed:
-    """An image as the processor gives it."""
+    """An attachment as the processor gives it."""
 
     text: str
-    """Takes the place of the image's placeholder."""
+    """Takes the place of its placeholder."""
     arrays: Arrays
-    grid: tuple[int, int] = (0, 0)
-    """The rows and columns of its tokens, for models that give these positions; else 0."""
+    meta: tuple[int, ...] = ()
+    """What its kind notes (`Attachment`)."""
     sizes: tuple[tuple[int, int], tuple[int, int] | None] = (0, 0), None
     """The width and height of the image, and those that the model sees; None: they are not known."""
+
+
+class AttachmentProcessor(ABC):
+    """A processor of transformers, for one attachment of a kind at a time."""
+
+    kind: ClassVar[str]
+    """See `Modality`."""
+    placeholder: str
+    """What a chat template writes for an attachment."""
+    token_ids: list[int]
+    """The tokens that stand for an attachment, and those between its parts."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self._tokenizer: Any = processor.tokenizer
+        self._in_lists = type(processor).__name__ in _IN_LISTS
+        self._kept: dict[tuple[int, bool], Processed] = {}
+        """The attachments that were read last, oldest first, by the checksums of their files."""
+
+    @functools.cached_property
+    def _token_texts(self) -> list[str]:
+        texts: list[str] = self._tokenizer.convert_ids_to_tokens(self.token_ids)
+        return texts
+
+    @abstractmethod
+    def process(self, decoded: Any, *, in_bytes: bool = False) -> Processed:
+        """decoded: what `decode` of the source returns. in_bytes: pixels are not normalized, and
+        uint8; `pixel_table` must not be None. Raises RowError if the processor refuses it."""
+
+    @property
+    @abstractmethod
+    def pixel_table(self) -> npt.NDArray[np.float32] | None:
+        """See `Modality`."""
+
+    @property
+    @abstractmethod
+    def blank(self) -> Arrays:
+        """The arrays of a small gray attachment."""
+
+    @property
+    @abstractmethod
+    def blank_in_bytes(self) -> Arrays:
+        """The same with pixels that are not normalized."""
+
+    def _with_coordinates(
+        self,
+        rendered: Rendered,
+        found: list[tuple[int, Processed]],
+        unit: Unit | None,
+    ) -> Rendered:
+        """The conversation with coordinates as the model was trained with them. found: each attachment
+        and where its placeholder begins. unit: images.coordinates. Raises RowError, and RecipeError if
+        the model's coordinates are not known."""
+        return rendered
+
+    def read(
+        self, source: Any, *, in_bytes: bool, checksum: int | None = None
+    ) -> tuple[Processed, int]:
+        """The attachment of a file, and the checksum of the file. What was read last is not decoded
+        again: both answers of a pair show the same ones. checksum: what it was when the row was
+        tokenized. Raises RowError."""
+        content = source.read()
+        found = source.checksum(content)
+        if checksum is not None and found != checksum:
+            what = "has changed since its row was tokenized"
+            raise RowError(
+                f"{source.name}: {what}; restore the file, or start with another data.cache"
+            )
+        made = self._kept.pop((found, in_bytes), None)
+        if made is None:
+            decoded = source.decode(content)
+            try:
+                made = self.process(decoded, in_bytes=in_bytes)
+            except RowError as error:
+                raise RowError(f"{source.name}: {error}") from None
+        self._kept[found, in_bytes] = made
+        while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > _KEPT_BYTES:
+            del self._kept[next(iter(self._kept))]
+        return made, found
+
+    def join(self, attachments: list[Arrays]) -> Arrays:
+        """The arrays of several attachments. Those of different sizes are padded with zeros on the
+        right and at the bottom: models read their sizes."""
+        joined: Arrays = {}
+        for name in attachments[0]:
+            arrays = [one[name] for one in attachments]
+            shapes = {array.shape[1:] for array in arrays}
+            if len(shapes) > 1:
+                largest = np.max([array.shape[1:] for array in arrays], axis=0)
+                arrays = [_padded(array, largest) for array in arrays]
+            made = np.concatenate(arrays)
+            joined[name] = made[None] if self._in_lists else made
+        return joined
+
+    def expand(
+        self,
+        rendered: Rendered,
+        sources: list[Any],
+        kinds: Collection[str],
+        coordinates: Unit | None = None,
+    ) -> Rendered:
+        """See `Modality.expand`. coordinates: images.coordinates. Raises RowError, and RecipeError if
+        the model's coordinates are not known."""
+        nouns, text = ATTACHMENTS[self.kind], rendered.text
+        spans = [match.span() for match in re.finditer(re.escape(self.placeholder), text)]
+        others = [each for each in self._token_texts if each in text and each != self.placeholder]
+        if len(spans) != len(sources) or others:
+            written = others[0] if others else self.placeholder
+            what = f"the text of the conversation holds {written}, which stands for {nouns}; "
+            what += f"remove it; <{self.kind}> is the place of {with_article(self.kind)} of the "
+            what += "row's column"
+            if len(spans) < len(sources):
+                what = f"the chat template shows {len(spans)} of {len(sources)} {nouns}; set "
+                what += "data.chat_template to one that shows them"
+            raise RowError(what)
+        for kind in ATTACHMENTS.keys() - {*kinds}:
+            other = getattr(self._processor, f"{kind}_token", None)
+            if isinstance(other, str) and other in text:
+                of_kind = ATTACHMENTS[kind]
+                what = f"the text of the conversation holds {other}, which stands for {of_kind}; "
+                raise RowError(
+                    f"{what}remove it; {typed(f'{of_kind}.train', 'none')} trains on them"
+                )
+        if not sources:
+            return self._with_coordinates(rendered, [], coordinates)
+        texts, placed, found = [], [], []
+        in_bytes = self.pixel_table is not None  # only the text is needed here
+        for source, (start, _) in zip(sources, spans, strict=True):
+            made, checksum = self.read(source, in_bytes=in_bytes)
+            found.append((start, made))
+            texts.append(made.text)
+            tokens = self.count_tokens(made.text)
+            if not tokens:
+                what = (
+                    f"the text of {with_article(self.kind)} has none of the tokens that stand for "
+                )
+                name = type(self._processor).__name__
+                raise RecipeError(f"{nouns}: {name}: {what}{nouns}")
+            placed.append(Placed(tokens, source, checksum, made.meta))
+        rendered = self._with_coordinates(rendered, found, coordinates)
+        return rendered.expanded(self.placeholder, texts, placed)
+
+    def count_tokens(self, text: str) -> int:
+        """The tokens of attachments in the text that takes the place of a placeholder."""
+        # Not by their texts: that of a token may be a part of another's (TILE_GLOBAL of Aya Vision)
+        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return int(np.isin(ids, self.token_ids).sum())
 
 
 @functools.lru_cache(maxsize=2)
@@ -65,17 +213,19 @@ def load_processor(name: str, max_pixels: int | None) -> ImageProcessor:
     return ImageProcessor(name, max_pixels)
 
 
-class ImageProcessor:
+class ImageProcessor(AttachmentProcessor):
     """A processor of transformers, for one image at a time."""
+
+    kind = "image"
 
     def __init__(self, name: str, max_pixels: int | None) -> None:
         """Raises RecipeError."""
         from transformers.processing_utils import ProcessorMixin
 
-        self._processor, config = _load(name)
-        self._tokenizer: Any = self._processor.tokenizer
+        processor, config = load_with_config(name, "images")
+        super().__init__(processor)
         kind = type(self._processor).__name__
-        self._in_lists, self._needs_two = kind in _IN_LISTS, kind in _NEED_TWO
+        self._needs_two = kind in _NEED_TWO
         self._merge: int | None = getattr(self._processor.image_processor, "merge_size", None)
         placeholder = getattr(self._processor, "image_token", None)
         if not isinstance(placeholder, str):
@@ -83,19 +233,15 @@ class ImageProcessor:
         if type(self._processor).replace_image_token is ProcessorMixin.replace_image_token:
             what = f"{kind} does not say which text takes the place of an image; rows of its type"
             raise RecipeError(f"images: {name}: {what} with images are not supported")
-        self.placeholder: str = placeholder
+        self.placeholder = placeholder
         if max_pixels is not None:
             self._limit(max_pixels)
         # Those of the model, too: that of Ovis2's processor stands for an image in texts only
         of_model = [getattr(config, name, None) for name in _IMAGE_TOKENS]
         known = [*self._processor.image_token_ids, *of_model]
         known = list(dict.fromkeys(number for number in known if number is not None))
-        self.token_ids: list[int] = known
-        """The tokens that stand for an image, and those between its rows and parts."""
-        self._token_texts: list[str] = self._tokenizer.convert_ids_to_tokens(known)
+        self.token_ids = known
         self._kind: str = config.model_type
-        self._kept: dict[tuple[int, bool], Processed] = {}
-        """The images that were read last, oldest first, by the checksums of their files."""
 
     def _limit(self, max_pixels: int) -> None:
         size = self._processor.image_processor.size
@@ -113,9 +259,8 @@ class ImageProcessor:
         """The image processor of transformers."""
         return self._processor.image_processor
 
-    def process(self, image: Image, *, in_bytes: bool = False) -> Processed:
-        """in_bytes: pixels are not normalized, and uint8; `pixel_table` must not be None. Raises
-        RowError if the processor refuses the image."""
+    def process(self, decoded: Image, *, in_bytes: bool = False) -> Processed:
+        image = decoded
         try:
             made = self._processor(
                 images=[image],
@@ -141,31 +286,6 @@ class ImageProcessor:
         sizes = image.size, self._seen(arrays)
         return Processed(replaced["replacement"], arrays, self._grid(arrays), sizes)
 
-    def read(
-        self, source: Any, *, in_bytes: bool, checksum: int | None = None
-    ) -> tuple[Processed, int]:
-        """The image of a file, and the checksum of the file. What was read last is not decoded
-        again: both answers of a pair show the same images. checksum: what it was when the row was
-        tokenized. Raises RowError."""
-        content = source.read()
-        found = source.checksum(content)
-        if checksum is not None and found != checksum:
-            what = "has changed since its row was tokenized"
-            raise RowError(
-                f"{source.name}: {what}; restore the file, or start with another data.cache"
-            )
-        made = self._kept.pop((found, in_bytes), None)
-        if made is None:
-            picture = source.decode(content)
-            try:
-                made = self.process(picture, in_bytes=in_bytes)
-            except RowError as error:
-                raise RowError(f"{source.name}: {error}") from None
-        self._kept[found, in_bytes] = made
-        while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > _KEPT_BYTES:
-            del self._kept[next(iter(self._kept))]
-        return made, found
-
     def _grid(self, arrays: Mapping[str, npt.NDArray[Any]]) -> tuple[int, int]:
         grid = arrays.get("image_grid_thw")
         if grid is None or self._merge is None:
@@ -183,9 +303,14 @@ class ImageProcessor:
         return columns * patch, rows * patch
 
     def _with_coordinates(
-        self, rendered: Rendered, images: list[SizedImage], unit: Unit | None
+        self, rendered: Rendered, found: list[tuple[int, Processed]], unit: Unit | None
     ) -> Rendered:
-        """The conversation with coordinates as the model was trained with them. Raises RowError."""
+        if not found:
+            if rendered.objects is not None:
+                what = "has boxes, and the row has no images"
+                raise RowError(f"column {rendered.objects.column!r} {what}")
+            return rendered
+        images = [SizedImage(start, *made.sizes) for start, made in found]
         own, objects = COORDINATES.get(self._kind), rendered.objects
         if own is None and (unit is not None or objects is not None):
             key = "images.coordinates: "
@@ -246,62 +371,6 @@ class ImageProcessor:
         """The same with pixels that are not normalized."""
         return self.process(_gray(), in_bytes=True).arrays
 
-    def join(self, images: list[Arrays]) -> Arrays:
-        """The arrays of several images. Those of different sizes are padded with zeros on the right
-        and at the bottom: models read their sizes."""
-        joined: Arrays = {}
-        for name in images[0]:
-            arrays = [image[name] for image in images]
-            shapes = {array.shape[1:] for array in arrays}
-            if len(shapes) > 1:
-                largest = np.max([array.shape[1:] for array in arrays], axis=0)
-                arrays = [_padded(array, largest) for array in arrays]
-            made = np.concatenate(arrays)
-            joined[name] = made[None] if self._in_lists else made
-        return joined
-
-    def expand(
-        self, rendered: Rendered, sources: list[Any], coordinates: Unit | None = None
-    ) -> Rendered:
-        """The conversation with the text of its images in the place of their placeholders, and with
-        the images. coordinates: images.coordinates. Raises RowError, and RecipeError if the model's
-        coordinates are not known."""
-        spans = [match.span() for match in re.finditer(re.escape(self.placeholder), rendered.text)]
-        others = [text for text in self._token_texts if text in rendered.text]
-        others = [text for text in others if text != self.placeholder]
-        if len(spans) != len(sources) or others:
-            written = others[0] if others else self.placeholder
-            what = f"the text of the conversation holds {written}, which stands for images; "
-            what += "remove it; <image> is the place of an image of the row's column"
-            if len(spans) < len(sources):
-                what = f"the chat template shows {len(spans)} of {len(sources)} images; set "
-                what += "data.chat_template to one that shows them"
-            raise RowError(what)
-        if not sources:
-            if rendered.objects is not None:
-                what = "has boxes, and the row has no images"
-                raise RowError(f"column {rendered.objects.column!r} {what}")
-            return rendered
-        texts, images, sized = [], [], []
-        in_bytes = self.pixel_table is not None  # only the text is needed here
-        for source, (start, _) in zip(sources, spans, strict=True):
-            made, checksum = self.read(source, in_bytes=in_bytes)
-            sized.append(SizedImage(start, *made.sizes))
-            texts.append(made.text)
-            tokens = self.count_tokens(made.text)
-            if not tokens:
-                what = "the text of an image has none of the tokens that stand for images"
-                raise RecipeError(f"images: {type(self._processor).__name__}: {what}")
-            images.append(Placed(tokens, source, checksum, made.grid))
-        rendered = self._with_coordinates(rendered, sized, coordinates)
-        return rendered.expanded(self.placeholder, texts, images)
-
-    def count_tokens(self, text: str) -> int:
-        """The tokens of images in the text that takes the place of a placeholder."""
-        # Not by their texts: that of a token may be a part of another's (TILE_GLOBAL of Aya Vision)
-        ids = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return int(np.isin(ids, self.token_ids).sum())
-
 
 def _bytes(made: Processed) -> int:
     return sum(array.nbytes for array in made.arrays.values())
@@ -339,8 +408,9 @@ def _processor_class(name: str) -> Any:
     return getattr(transformers, name)
 
 
-def _load(name: str) -> tuple[Any, Any]:
-    """The processor of a model, and its config. Raises RecipeError."""
+def load_with_config(name: str, section: str) -> tuple[Any, Any]:
+    """The processor of a model, with the part for the attachments of this section, and the model's
+    config. Raises RecipeError."""
     import transformers
 
     # `transformers` itself gives this class only where torchvision is installed (5.17)

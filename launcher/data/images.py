@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from launcher.data.attachments import Attachment, Source
+from launcher.data.attachments import Source
 from launcher.data.chat_template import Rendered
 from launcher.data.coordinates import Located, Unit, note
 from launcher.data.image_processor import ImageProcessor, load_processor
 from launcher.data.messages import Message
-from launcher.data.modality import Arrays, Modality
+from launcher.data.modality import Arrays, Modality, Planned
 from launcher.data.placing import source_of
-from launcher.data.tokenizer_files import PROCESSOR_FILES, read_json
+from launcher.data.tokenizer_files import IMAGE_FILE, PROCESSOR_FILE, read_json
 from launcher.errors import RecipeError, RowError, first_line
 from launcher.libraries.families import COORDINATES
 from launcher.recipe import schema
@@ -128,7 +128,7 @@ class RowImages(Modality):
 
     def identity(self) -> list[object]:
         folder = model_folder(self.processor, key="model.path", weights=False)
-        files = [Path(folder, name) for name in PROCESSOR_FILES]
+        files = [Path(folder, name) for name in (IMAGE_FILE, PROCESSOR_FILE)]
         sums = [hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()]
         coordinates = [] if self.coordinates is None else [self.coordinates]
         return ["images", sums, self.max_pixels, self.folder, *coordinates]
@@ -138,25 +138,20 @@ class RowImages(Modality):
         """The processor of this process. Raises RecipeError if there is none."""
         return load_processor(self.processor, self.max_pixels)
 
-    @property
-    def token_ids(self) -> list[int]:
-        return self.loaded.token_ids
+    def limit_files(self, files: dict[str, dict[str, Any]]) -> None:
+        if self.max_pixels is None:
+            return
+        for name in (PROCESSOR_FILE, IMAGE_FILE):
+            content = files.get(name, {})
+            for section in (content, content.get("image_processor")):
+                size = section.get("size") if isinstance(section, dict) else None
+                if isinstance(size, dict) and isinstance(size.get("longest_edge"), int):
+                    size["longest_edge"] = min(self.max_pixels, size["longest_edge"])
+                if isinstance(section, dict) and isinstance(section.get("max_pixels"), int):
+                    section["max_pixels"] = min(self.max_pixels, section["max_pixels"])
 
-    @property
-    def limited(self) -> bool:
-        return self.max_pixels is not None
-
-    def limit_file(self, content: dict[str, Any]) -> None:
-        assert self.max_pixels is not None
-        for section in (content, content.get("image_processor")):
-            size = section.get("size") if isinstance(section, dict) else None
-            if isinstance(size, dict) and isinstance(size.get("longest_edge"), int):
-                size["longest_edge"] = min(self.max_pixels, size["longest_edge"])
-            if isinstance(section, dict) and isinstance(section.get("max_pixels"), int):
-                section["max_pixels"] = min(self.max_pixels, section["max_pixels"])
-
-    def expand(self, rendered: Rendered, sources: list[Any]) -> Rendered:
-        return self.loaded.expand(rendered, sources, self.coordinates)
+    def expand(self, rendered: Rendered, sources: list[Any], kinds: Collection[str]) -> Rendered:
+        return self.loaded.expand(rendered, sources, kinds, self.coordinates)
 
     def notes(self, found: Located) -> list[str]:
         if self.coordinates is None and found == Located():
@@ -183,27 +178,10 @@ class RowImages(Modality):
         known = hasattr(value, "convert") and hasattr(value, "save")
         return _png_of(value) if known else None
 
-    @property
-    def pixel_table(self) -> npt.NDArray[np.float32] | None:
-        return None if self.tower is None else self.loaded.pixel_table
-
-    @property
-    def blank(self) -> Arrays:
-        in_bytes = self.pixel_table is not None
-        return self.loaded.blank_in_bytes if in_bytes else self.loaded.blank
-
-    def load(self, attachment: Attachment) -> Arrays:
-        source: Any = attachment.source
-        in_bytes, checksum = self.pixel_table is not None, attachment.checksum
-        return self.loaded.read(source, in_bytes=in_bytes, checksum=checksum)[0].arrays
-
-    def join(self, attachments: list[Arrays]) -> Arrays:
-        return self.loaded.join(attachments)
-
-    def grid(self, meta: Sequence[int]) -> npt.NDArray[np.int64]:
+    def grid(self, meta: Sequence[int], ids: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], int]:
         rows, columns = meta[:2]
         indices = np.broadcast_arrays(0, *np.indices((rows, columns)))
-        return np.stack(indices).reshape(3, -1)
+        return np.stack(indices).reshape(3, -1), max(rows, columns)
 
     def largest(self, tokens: int) -> tuple[int, tuple[int, ...], Arrays] | None:
         assert self.tower is not None
@@ -218,37 +196,14 @@ class RowImages(Modality):
 
 
 @dataclass(frozen=True)
-class PlannedImages(RowImages):
+class PlannedImages(Planned, RowImages):
     """Images of which only sizes are known."""
-
-    @property
-    def token_ids(self) -> list[int]:
-        assert self.tower is not None
-        return [self.tower.token]
-
-    @property
-    def pixel_table(self) -> npt.NDArray[np.float32]:
-        return np.zeros((3, 256), dtype=np.float32)
-
-    @property
-    def blank(self) -> Arrays:
-        assert self.tower is not None
-        made = self.tower.form.largest(self.tower.form.least_tokens)
-        assert made is not None
-        return made[2]
-
-    def join(self, attachments: list[Arrays]) -> Arrays:
-        shapes = np.array([image["pixel_values"].shape for image in attachments])
-        whole = (shapes[:, 0].sum(), *shapes[:, 1:].max(axis=0))
-        others = {*attachments[0]} - {"pixel_values"}
-        joined = {name: np.concatenate([image[name] for image in attachments]) for name in others}
-        return {**joined, "pixel_values": np.zeros(whole, dtype=np.uint8)}
 
 
 def _pixel_limit(folder: Path) -> int | None:
-    """The largest number of pixels of an image in a processor's files (`RowImages.limit_file`); None:
+    """The largest number of pixels of an image in a processor's files (`RowImages.limit_files`); None:
     there is none."""
-    for name in PROCESSOR_FILES:
+    for name in (IMAGE_FILE, PROCESSOR_FILE):
         content = read_json(folder / name)
         for section in (content, content.get("image_processor")):
             size = section.get("size") if isinstance(section, dict) else None

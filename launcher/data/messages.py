@@ -18,7 +18,6 @@ from launcher.sources.layouts import (
     ATTACHMENTS,
     BESIDE_TEXT,
     Match,
-    nouns_of,
     typed,
 )
 from launcher.sources.rows import Values
@@ -406,10 +405,11 @@ def _is_weight(value: object) -> bool:
 
 def _only(attachments: Sequence[str]) -> str:
     """What a run trains on, for the message about parts that are something else."""
-    if attachments:
-        return f"only text and {nouns_of(attachments)} can be trained on"
-    sections = [f"with the section {n} ({n}.train=none) {n}, too" for n in ATTACHMENTS.values()]
-    return f"only text can be trained on, or {', or '.join(sections)}"
+    *first, last = ["text", *(ATTACHMENTS[kind] for kind in attachments)]
+    seen = f"{', '.join(first)} and {last}" if first else last
+    more = [ATTACHMENTS[kind] for kind in ATTACHMENTS if kind not in attachments]
+    sections = "".join(f", or with the section {n} ({n}.train=none) {n}, too" for n in more)
+    return f"only {seen} can be trained on{sections}"
 
 
 def _with_own_attachments(message: Message, what: str, kind: str) -> Message:

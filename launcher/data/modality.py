@@ -1,12 +1,12 @@
 """What a kind of attachments must know: where it is in rows, and what models take of it.
 
-`MODALITIES` (`data/attachment_inputs.py`) lists the kinds. `data/images.py` is that of images.
+`MODALITIES` (`data/attachment_inputs.py`) lists the kinds, such as `data/images.py`.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -22,6 +22,7 @@ from launcher.sources.location import Location
 
 if TYPE_CHECKING:
     from launcher.data.chat_template import Rendered
+    from launcher.data.image_processor import AttachmentProcessor
     from launcher.models.tower_inputs import TowerInputs
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -72,28 +73,28 @@ class Modality(ABC):
 
     @property
     @abstractmethod
-    def token_ids(self) -> list[int]:
-        """The tokens that stand for an attachment, and those between its parts."""
+    def loaded(self) -> AttachmentProcessor:
+        """The processor of this process. Raises RecipeError if there is none."""
 
     @property
-    @abstractmethod
-    def limited(self) -> bool:
-        """Whether the recipe limits what the processor makes of an attachment."""
+    def token_ids(self) -> list[int]:
+        """The tokens that stand for an attachment, and those between its parts."""
+        return self.loaded.token_ids
 
     @abstractmethod
-    def limit_file(self, content: dict[str, Any]) -> None:
-        """Writes the limit into the content of a processor's file: an exported model should see
-        attachments as it was trained on them."""
+    def limit_files(self, files: dict[str, dict[str, Any]]) -> None:
+        """Writes what the recipe says of attachments into the contents of the processor's files, by
+        their names: an exported model should see attachments as it was trained on them."""
 
     @classmethod
     @abstractmethod
     def of_export(cls, folder: Path, base: str | None) -> Self:
         """As of an exported model. base: that of an adapter."""
 
-    @abstractmethod
-    def expand(self, rendered: Rendered, sources: list[Any]) -> Rendered:
+    def expand(self, rendered: Rendered, sources: list[Any], kinds: Collection[str]) -> Rendered:
         """The conversation with the text of its attachments of this kind in the place of their
-        placeholders, and with these. Raises RowError."""
+        placeholders, and with these. kinds: those that rows may have. Raises RowError."""
+        return self.loaded.expand(rendered, sources, kinds)
 
     def notes(self, found: Located) -> list[str]:
         """What to say at the start of the coordinates in the texts of rows."""
@@ -112,28 +113,32 @@ class Modality(ABC):
         return None
 
     @property
-    @abstractmethod
     def pixel_table(self) -> npt.NDArray[np.float32] | None:
         """The value of each byte, by which the device normalizes arrays in bytes; None: they are
         normalized."""
+        return None if self.tower is None else self.loaded.pixel_table
 
     @property
-    @abstractmethod
     def blank(self) -> Arrays:
         """The arrays of a small attachment, for micro-batches without one."""
+        in_bytes = self.pixel_table is not None
+        return self.loaded.blank_in_bytes if in_bytes else self.loaded.blank
 
-    @abstractmethod
     def load(self, attachment: Attachment) -> Arrays:
         """What the model takes of an attachment. Raises RowError."""
+        in_bytes, checksum = self.pixel_table is not None, attachment.checksum
+        return self.loaded.read(attachment.source, in_bytes=in_bytes, checksum=checksum)[0].arrays
 
-    @abstractmethod
     def join(self, attachments: list[Arrays]) -> Arrays:
         """The arrays of several attachments."""
+        return self.loaded.join(attachments)
 
-    @abstractmethod
-    def grid(self, meta: Sequence[int]) -> npt.NDArray[np.int64]:
-        """The positions of its tokens in time, height and width, (3, tokens), from 0 on, for models
-        that give these. meta: see `Attachment`."""
+    def grid(self, meta: Sequence[int], ids: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], int]:
+        """The positions of its tokens in time, height and width, (3, tokens), from 0 on, and the
+        position after it, for models that give these. meta: see `Attachment`. ids: its tokens, with
+        those of text between its parts."""
+        assert self.tower is not None
+        return self.tower.form.positions(meta, ids == self.tower.token)
 
     @abstractmethod
     def largest(self, tokens: int) -> tuple[int, tuple[int, ...], Arrays] | None:
@@ -144,3 +149,35 @@ class Modality(ABC):
     def planned(self, model: str) -> Modality:
         """The same for a plan, which may not have the processor's files. model: its class. Raises
         RecipeError for limits that the model does not have."""
+
+
+class Planned(Modality):
+    """Attachments of which only sizes are known, for a plan."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        assert self.tower is not None
+        return [self.tower.token]
+
+    @property
+    def pixel_table(self) -> npt.NDArray[np.float32]:
+        return np.zeros((3, 256), dtype=np.float32)
+
+    @property
+    def blank(self) -> Arrays:
+        assert self.tower is not None
+        made = self.tower.form.largest(self.tower.form.least_tokens)
+        assert made is not None
+        return made[2]
+
+    def join(self, attachments: list[Arrays]) -> Arrays:
+        joined: Arrays = {}
+        for name in attachments[0]:
+            arrays = [one[name] for one in attachments]
+            if name.startswith("pixel_values"):  # which take no memory before they are used
+                shapes = np.array([array.shape for array in arrays])
+                whole = (shapes[:, 0].sum(), *shapes[:, 1:].max(axis=0))
+                joined[name] = np.zeros(whole, dtype=np.uint8)
+            else:
+                joined[name] = np.concatenate(arrays)
+        return joined

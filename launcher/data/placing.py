@@ -185,7 +185,9 @@ def place(
             f"write {mark} where each belongs"
         )
     for number, message in enumerate(made, start=1):
-        if message["role"] == "assistant" and not isinstance(message["content"], str | None):
+        content = message["content"]
+        parts = content if isinstance(content, list) else []
+        if message["role"] == "assistant" and any(is_part_of(part, kind) for part in parts):
             raise RowError(f"message {number}: the assistant cannot answer with {one}")
     return made, sources
 

@@ -7,6 +7,7 @@ keys that hold them, and no others.
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Callable
@@ -45,10 +46,17 @@ _FILES = (
     "chat_template.jinja",
 )
 """Files of tokenizers. A class may name others."""
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+IMAGE_FILE, PROCESSOR_FILE = "preprocessor_config.json", "processor_config.json"
+VIDEO_FILE = "video_preprocessor_config.json"
+PROCESSOR_FILES = (IMAGE_FILE, PROCESSOR_FILE, VIDEO_FILE)
 """Files of a processor."""
 _OF_THIS_MACHINE = ("is_local", "local_files_only", "backend")
 """Keys that transformers 5 writes and does not read."""
+
+
+def read_processor(folder: Path) -> dict[str, Json]:
+    """The contents of a processor's files in a folder, by their names."""
+    return {name: content for name in PROCESSOR_FILES if (content := read_json(folder / name))}
 
 
 @dataclass(frozen=True)
@@ -93,9 +101,13 @@ class KeptTokenizer:
             _edit(folder / CONFIG, lambda config: config.update(padding_side="right"))
         _edit(folder / CONFIG, lambda config: self._make_readable(config, folder, source))
         self._keep_ids(folder)
+        files = read_processor(folder)
+        before = copy.deepcopy(files)
         for modality in self.modalities:
-            for name in PROCESSOR_FILES if modality.limited else ():
-                _edit(folder / name, modality.limit_file)
+            modality.limit_files(files)
+        for name, content in files.items():
+            if content != before.get(name):
+                _write(folder / name, content)
 
     def _set_end(self, config: Json) -> None:
         if self.end is not None and "eos_token" in config:
@@ -217,5 +229,9 @@ def _edit(file: Path, change: Callable[[Json], None]) -> None:
     before, content = read_json(file), read_json(file)
     change(content)
     if content != before:
-        text = json.dumps(content, indent=2, ensure_ascii=False)
-        file.write_text(text + "\n", encoding="utf-8")
+        _write(file, content)
+
+
+def _write(file: Path, content: Json) -> None:
+    text = json.dumps(content, indent=2, ensure_ascii=False)
+    file.write_text(text + "\n", encoding="utf-8")

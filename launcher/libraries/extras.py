@@ -10,6 +10,7 @@ EXTRAS = {
     "peft": ("peft", "lora"),
     "torchao": ("torchao", "qat"),
     "PIL": ("pillow", "images"),
+    "av": ("av", "video"),
     "pyarrow": ("pyarrow", "datasets"),
     "datasets": ("datasets", "datasets"),
     "tensorboard": ("tensorboard", "tensorboard"),

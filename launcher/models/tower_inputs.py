@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,9 +22,10 @@ from launcher.libraries.private import attention_implementation, without_block_m
 from launcher.models.description import Config
 
 Arrays = Mapping[str, npt.NDArray[Any]]
-Image = tuple[int, tuple[int, int], dict[str, npt.NDArray[Any]]]
-"""An image without content: its tokens; their rows and columns, or zeros for models that do not give
-these positions; and its arrays, which take no memory before they are used."""
+Image = tuple[int, tuple[int, ...], dict[str, npt.NDArray[Any]]]
+"""An image or a video without content: its tokens; what its kind notes, such as rows and columns of
+tokens for models that give these positions; and its arrays, which take no memory before they are
+used."""
 BOUNDS = ("image_cu_seqlens", "image_cu_window_seqlens", "cu_seq_lens_q")
 """The bounds of what attention keeps apart in a row of patches: images, and their windows."""
 TOWER = "launcher_tower"
@@ -83,6 +84,13 @@ class TowerForm(ABC):
     def least_tokens(self) -> int:
         """Tokens of the smallest image."""
         return 1
+
+    def positions(
+        self, meta: Sequence[int], is_token: npt.NDArray[np.bool_]
+    ) -> tuple[npt.NDArray[np.int64], int]:
+        """See `Modality.grid`. is_token: whether a token of the attachment stands for features. Only
+        of models that give these positions."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -172,6 +180,77 @@ class PatchGrid(TowerForm):
 
 
 @dataclass(frozen=True)
+class VideoGrid(PatchGrid):
+    """Videos of Qwen-VL: a grid of patches for each pair of frames. Attention is within a pair."""
+
+    pair: int = 2
+    """Frames of a patch."""
+    per_second: float | None = None
+    """Positions of a second (Qwen2.5-VL); None: one for each pair."""
+    apart: bool = False
+    """Whether the time of each pair stands as text before it (Qwen3-VL, Qwen3.5), and the limit of
+    pixels is one of all frames together."""
+
+    @classmethod
+    def of(cls, config: Config) -> VideoGrid:
+        vision, kind = config.vision_config, config.model_type
+        return cls(
+            **vars(PatchGrid.of(config)),
+            pair=vision.temporal_patch_size,
+            per_second=vision.tokens_per_second if kind == "qwen2_5_vl" else None,
+            apart=kind.startswith("qwen3"),
+        )
+
+    def arguments(self, arrays: Arrays) -> dict[str, Any]:
+        pixels, sizes = arrays["pixel_values_videos"], arrays["video_grid_thw"]
+        return super().arguments({"pixel_values": pixels, "image_grid_thw": sizes})
+
+    def largest(self, tokens: int, max_pixels: int | None = None) -> Image | None:
+        of_pair = max_pixels
+        if self.apart and max_pixels is not None:
+            of_pair = max_pixels // self.pair
+            tokens = min(tokens, of_pair // (self.merge * self.patch) ** 2)
+        made = super().largest(tokens, of_pair)
+        if made is None:
+            return None
+        each, (rows, columns), _ = made
+        times = tokens // each
+        sizes = np.array([[times, rows * self.merge, columns * self.merge]])
+        pixels = np.zeros((int(sizes.prod()), self.patch_values), dtype=np.uint8)
+        arrays = {"pixel_values_videos": pixels, "video_grid_thw": sizes}
+        if self.per_second is not None:
+            arrays["second_per_grid_ts"] = np.ones(1, dtype=np.float32)
+        return times * each, (times, rows, columns, 0), arrays
+
+    def positions(
+        self, meta: Sequence[int], is_token: npt.NDArray[np.bool_]
+    ) -> tuple[npt.NDArray[np.int64], int]:
+        """As `get_rope_index` of transformers 5.23 (5.17 cuts the seconds of Qwen2.5-VL to whole ones):
+        text goes on after the height or width of the last pair, also where the positions of time are
+        larger."""
+        times, rows, columns, bits = meta
+        step, grid = max(rows, columns), np.indices((times, rows, columns)).reshape(3, -1)
+        if not self.apart:
+            if self.per_second is not None:
+                # In float32, as there
+                seconds = np.array(bits, dtype=np.int32).view(np.float32)
+                every = np.float32(self.per_second) * seconds
+                grid[0] = (grid[0].astype(np.float32) * every).astype(np.int64)
+            return grid, step
+        pair = grid[:, : rows * columns]
+        made = np.zeros((3, len(is_token)), dtype=np.int64)
+        at = place = 0
+        while place < len(is_token):
+            if is_token[place]:
+                made[:, place : place + rows * columns] = at + pair
+                place, at = place + rows * columns, at + step
+            else:
+                made[:, place] = at
+                place, at = place + 1, at + 1
+        return made, at
+
+
+@dataclass(frozen=True)
 class OneSize(TowerForm):
     """Gemma 3, LLaVA: all images are scaled to one size."""
 
@@ -218,6 +297,46 @@ class OneSize(TowerForm):
     @property
     def least_tokens(self) -> int:
         return self.tokens
+
+
+@dataclass(frozen=True)
+class PooledFrames(OneSize):
+    """Videos of LLaVA-OneVision: all frames have one size, and the features of four patches become a
+    token. A line break follows the frames of each video."""
+
+    most: int = 32
+    """Frames of a video, at most, for a plan."""
+
+    @classmethod
+    def of(cls, config: Config) -> PooledFrames | None:
+        vision = config.vision_config
+        side = vision.image_size // vision.patch_size
+        return cls(vision.image_size, vision.patch_size, math.ceil(side / 2) ** 2)
+
+    def arguments(self, arrays: Arrays) -> dict[str, Any]:
+        frames: list[int] = arrays["num_frames"].tolist()
+        return {"pixel_values": torch.from_numpy(arrays["pixel_values_videos"]), "frames": frames}
+
+    def features(self, base: Any, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
+        # The frames of all videos as those of one, behind whose features is a line break (5.23) or not
+        pixels = arguments["pixel_values"]
+        made = base.get_video_features(pixels[None], return_dict=True).pooler_output[0]
+        lengths = [frames * self.tokens for frames in arguments["frames"]]
+        line_break = base.image_newline[None].to(made.dtype)
+        parts = made[: sum(lengths)].split(lengths)
+        return {"pooler_output": torch.cat([each for part in parts for each in (part, line_break)])}
+
+    def largest(self, tokens: int, max_pixels: int | None = None) -> Image | None:
+        frames = min((tokens - 1) // self.tokens, self.most)
+        if frames < 1:
+            return None
+        pixels = np.zeros((frames, 3, self.size, self.size), dtype=np.uint8)
+        arrays = {"pixel_values_videos": pixels, "num_frames": np.array([frames])}
+        return frames * self.tokens + 1, (0, 0), arrays
+
+    @property
+    def least_tokens(self) -> int:
+        return self.tokens + 1
 
 
 @dataclass(frozen=True)
@@ -328,6 +447,29 @@ class PaddedPatches(TowerForm):
 
 
 @dataclass(frozen=True)
+class PaddedFrames(PaddedPatches):
+    """Videos of Gemma 4: each frame is as an image, with fewer tokens."""
+
+    most: int = 70
+
+    def arguments(self, arrays: Arrays) -> dict[str, Any]:
+        pixels, places = arrays["pixel_values_videos"], arrays["video_position_ids"]
+        return super().arguments({"pixel_values": pixels, "image_position_ids": places})
+
+    def largest(self, tokens: int, max_pixels: int | None = None) -> Image | None:
+        made = super().largest(tokens)
+        if made is None:
+            return None
+        of_frame, meta, arrays = made
+        video = {
+            "pixel_values_videos": arrays["pixel_values"],
+            "video_position_ids": arrays["image_position_ids"],
+            "num_frames_per_video": np.ones(1, dtype=np.int64),
+        }
+        return of_frame, meta, video
+
+
+@dataclass(frozen=True)
 class PaddedImages(TowerForm):
     """Mistral 3 (Pixtral): images keep their shapes, and are padded to the largest of a micro-batch.
     The patches of all images are one row, without those of padding."""
@@ -407,6 +549,19 @@ FORMS: dict[str, type[TowerForm]] = {
 """By model type."""
 
 
+VIDEO_FORMS: dict[str, type[TowerForm]] = {
+    "gemma4": PaddedFrames,
+    "llava_onevision": PooledFrames,
+    "qwen2_5_vl": VideoGrid,
+    "qwen2_vl": VideoGrid,
+    "qwen3_5": VideoGrid,
+    "qwen3_5_moe": VideoGrid,
+    "qwen3_vl": VideoGrid,
+    "qwen3_vl_moe": VideoGrid,
+}
+"""The same for videos."""
+
+
 @dataclass(frozen=True)
 class TowerKind:
     """What transformers calls what models have for a kind of attachments."""
@@ -423,6 +578,8 @@ class TowerKind:
     """By model type."""
     smaller: str
     """How attachments become smaller, for a plan."""
+    families: Collection[str] | None = None
+    """The model types whose rows may have them; None: all that have the method."""
 
 
 TOWERS = {
@@ -433,6 +590,15 @@ TOWERS = {
         config="vision_config",
         forms=FORMS,
         smaller="images.max_pixels makes images smaller",
+    ),
+    "video": TowerKind(
+        tower="image",
+        features="get_video_features",
+        token="video_token_id",
+        config="vision_config",
+        forms=VIDEO_FORMS,
+        smaller="videos.max_pixels and videos.max_frames make videos smaller",
+        families=VIDEO_FORMS,
     ),
 }
 """By the kind of attachments (`launcher/sources/layouts.py`)."""

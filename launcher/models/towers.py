@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -68,6 +68,9 @@ def use_towers(
             raise RecipeError(f"{section}: {what}")
         if not takes_attachments(model, kind):
             what = f"{name} takes no {section}; remove the section, or give a model that does"
+            if hasattr(model.base_model, TOWERS[kind].features):
+                known = ", ".join(TOWERS[kind].families or ())
+                what = f"rows with {section} are not supported for {name}, but for {known}"
             raise RecipeError(f"{section}: {what}")
         of_kind = {name for name in free if _is_trained(name, kind, how)}
         if of_kind:
@@ -81,8 +84,10 @@ def use_towers(
 
 
 def takes_attachments(model: nn.Module, kind: str) -> bool:
-    """Whether a model takes attachments of a kind."""
-    return hasattr(model.base_model, TOWERS[kind].features)
+    """Whether a model takes attachments of a kind, in a way that is known."""
+    about, config = TOWERS[kind], getattr(model, "config", None)
+    known = about.families is None or getattr(config, "model_type", None) in about.families
+    return known and hasattr(model.base_model, about.features)
 
 
 def _without_gradient(
@@ -237,6 +242,8 @@ class Tower:
         """The arrays of a processor that it takes."""
         self.inputs = _tower_inputs(model, kind)
         """How the host makes its inputs; None: transformers' forward method does."""
+        self.all: Sequence[Tower] = (self,)
+        """The towers of the model."""
         self._kept: list[Any] | None = None
         """The features within `kept`, once they are computed."""
 
@@ -262,11 +269,15 @@ class Tower:
         kept = self._kept
         if kept:
             return kept[0]
-        self._kept = None  # `run` may call the method that `kept` replaces
+        # `run` may call the methods that `kept` replaces: that of videos calls the one of images
+        before = [tower._kept for tower in self.all]
+        for tower in self.all:
+            tower._kept = None
         try:
             features = run()
         finally:
-            self._kept = kept
+            for tower, own in zip(self.all, before, strict=True):
+                tower._kept = own
         if kept is not None:
             kept.append(features)
         return features
@@ -303,6 +314,8 @@ class Towers:
     def __init__(self, model: PreTrainedModel, kinds: Iterable[str]) -> None:
         base: Any = model.base_model
         self.kinds = {kind: Tower(model, kind) for kind in kinds}
+        for tower in self.kinds.values():
+            tower.all = tuple(self.kinds.values())
         self.grid = hasattr(base, "get_rope_index")
         """Whether tokens of attachments have positions of time, height and width."""
         self.both_ways = _both_ways(model)
@@ -356,14 +369,20 @@ class Towers:
 
         def run_towers(module: nn.Module, args: object, embeds: torch.Tensor) -> torch.Tensor:
             handle.remove()
+            deeper: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
             for tower, given, own in runs:
                 features = tower.features(given.get("tower"), own)
-                if given["count"]:
-                    embeds = self._with_features(
-                        embeds, features, given["positions"], given.get("chosen")
-                    )
-                else:
+                if not given["count"]:
                     embeds = embeds + 0 * _sum_of_features(features).to(embeds.dtype)
+                    continue
+                positions, chosen = given["positions"], given.get("chosen")
+                joined = _joined(features["pooler_output"], chosen).to(embeds.dtype)
+                flat = embeds.flatten(0, 1).index_copy(0, positions, joined)
+                embeds = flat.view_as(embeds)
+                if levels := features.get("deepstack_features"):
+                    deeper.append((positions, [_joined(level, chosen) for level in levels]))
+            if deeper:
+                self._add_deeper(deeper)
             return embeds
 
         if not runs:
@@ -373,28 +392,20 @@ class Towers:
         with handle:  # which removes the hook, also if the call fails before the embedding
             return self._forward(*args, **inputs)
 
-    def _with_features(
-        self,
-        embeds: torch.Tensor,
-        features: Mapping[str, Any],
-        positions: torch.Tensor,
-        chosen: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """The embeddings (rows, tokens, hidden size) with the features of a tower at these positions of
-        the flattened rows. Features of other depths are added behind the first layers."""
-        if deeper := features.get("deepstack_features"):
-            text = self._base.language_model
-            replace_deepstack(text, _added_at)
+    def _add_deeper(self, deeper: list[tuple[torch.Tensor, list[torch.Tensor]]]) -> None:
+        """Adds features of other depths behind the first layers of the next forward pass of the text
+        model. deeper: for each kind of attachments the positions of its tokens in the flattened rows,
+        and their features (tokens, hidden size) of each depth."""
+        text = self._base.language_model
+        replace_deepstack(text, _added_at)
+        positions = torch.cat([each for each, _ in deeper])
+        levels = [torch.cat(each) for each in zip(*(own for _, own in deeper), strict=True)]
 
-            def add_deeper(module: nn.Module, args: Any, inputs: Any) -> tuple[Any, Any]:
-                handle.remove()
-                levels = [_joined(level, chosen) for level in deeper]
-                deep = {"visual_pos_masks": positions, "deepstack_visual_embeds": levels}
-                return args, inputs | deep
+        def add(module: nn.Module, args: Any, inputs: Any) -> tuple[Any, Any]:
+            handle.remove()
+            return args, inputs | {"visual_pos_masks": positions, "deepstack_visual_embeds": levels}
 
-            handle = text.register_forward_pre_hook(add_deeper, with_kwargs=True)
-        joined = _joined(features["pooler_output"], chosen).to(embeds.dtype)
-        return embeds.flatten(0, 1).index_copy(0, positions, joined).view_as(embeds)
+        handle = text.register_forward_pre_hook(add, with_kwargs=True)
 
 
 @contextmanager
@@ -438,7 +449,7 @@ def packed_masks(
     both_ways: Collection[str] = (_FULL, _SLIDING),
 ) -> dict[str, torch.Tensor]:
     """Masks (rows, 1, tokens, tokens) of packed documents whose attachments attend to themselves in
-    both directions, by kind of layer. types: (rows, tokens), 1 for tokens of attachments. positions:
+    both directions, by kind of layer. types: (rows, tokens), more than 0 for tokens of attachments. positions:
     (rows, tokens), 0 at the start of each document. window: of sliding layers. both_ways: the kinds of
     layers in which attachments do so; in the others attention is causal.
 
@@ -447,7 +458,7 @@ def packed_masks(
     """
     order = torch.arange(types.shape[1], device=types.device)
     distance = order[:, None] - order[None, :]
-    is_one = types == 1
+    is_one = types > 0
     begins = is_one & ~nn.functional.pad(is_one, (1, 0))[:, :-1]
     number = torch.where(is_one, begins.cumsum(1), 0)
     document = (positions == 0).cumsum(1)

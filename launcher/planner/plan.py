@@ -352,13 +352,19 @@ def _ring_note(work: Work, machine: Machine) -> Iterator[str]:
 
 
 def _attachment_notes(profile: ModelProfile, recipe: Recipe) -> Iterator[str]:
+    known = profile.tower.kinds
     for kind in recipe.attachments:
         nouns = ATTACHMENTS[kind]
-        if not profile.tower.patches:
+        if kind not in known:
             yield (
-                f"{nouns}: the weights of the {kind} tower are counted, but not its activations, nor "
-                f"the pixels of a micro-batch: of this family the largest {kind} is not known"
+                f"{nouns}: the weights of the {TOWERS[kind].tower} tower are counted, but not its "
+                "activations, nor the pixels of a micro-batch: of this family the largest "
+                f"{kind} is not known"
             )
+            continue
+        if kind != known[0]:
+            first = ATTACHMENTS[known[0]]
+            yield f"{nouns}: each row is full of {first}, which take as much for each token"
             continue
         yield (
             f"{nouns}: each row is full of the largest {nouns} ({profile.tower.patches:,} patches); "

@@ -191,6 +191,8 @@ class TowerProfile:
     """The same of attention."""
     spans: tuple[tuple[int, int], ...] = ()
     """The first token of each of these attachments in its row, and the one after its last."""
+    kinds: tuple[str, ...] = ()
+    """The kinds whose largest attachment is known. Rows are full of those of the first one."""
     saved: dict[torch.dtype, Saved] = dataclasses.field(default_factory=dict)
     """What a block saves for such a row, by compute dtype. Empty if the model does not run on fake
     tensors."""
@@ -505,7 +507,8 @@ def _tower_profile(
     prepared: PreparedModel, recipe: Recipe, blocks: list[WeightGroup]
 ) -> TowerProfile:
     """The profile of a tower with these blocks, without what they save."""
-    made = TowerProfile(tuple(blocks))
+    kinds = tuple(modality.kind for modality in prepared.planned.modalities)
+    made = TowerProfile(tuple(blocks), kinds=kinds)
     if not prepared.planned.modalities:
         return made
     attachments = _one_row(prepared, recipe).micro_batch.inputs["attachments"]

@@ -115,6 +115,10 @@ NAMES = {
     "images.train": "freeze_vision_tower freeze_multi_modal_projector freeze_mm_modules",
     "images.max_pixels": "image_max_pixels",
     "images.folder": "media_dir image_folder image_dir",
+    "videos.fps": "video_fps",
+    "videos.max_frames": "video_maxlen",
+    "videos.max_pixels": "video_max_pixels",
+    "videos.folder": "video_folder video_dir",
     "strategy.replicate": "dp_replicate_size data_parallel_replicate_dim",
     "strategy.reshard_after_forward": "fsdp_reshard_after_forward fsdp_sharding_strategy",
 }
@@ -147,8 +151,8 @@ ABSENT = {
     "use_pose eval_sequence_len dataset_exact_deduplication min_sample_len curriculum_sampling",
     "prompts are read whole; data.sequence_length limits them with their answers": "max_prompt_len "
     "max_prompt_length",
-    "video and audio are not trained on": "video_max_pixels video_fps video_maxlen "
-    "audio_sampling_rate",
+    "audio is not trained on": "audio_sampling_rate use_audio_in_video",
+    "the processor of the model scales videos; see videos.max_pixels": "video_min_pixels",
     "the processor of the model scales images; see images.max_pixels": "image_min_pixels "
     "image_size processor_type",
     "the reference is the model before training": "ref_model sync_ref_model ref_model_adapters "

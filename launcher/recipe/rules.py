@@ -42,7 +42,7 @@ from launcher.sources.layouts import (
     roles_of,
 )
 from launcher.sources.location import is_in_store, is_of_system, matching, no_such
-from launcher.sources.store_names import READ_ONLY, problem_of, refusal
+from launcher.sources.store_names import READ_ONLY, WEB, problem_of, refusal, scheme_of
 
 Found = Iterator[tuple[str | KeyPath, str, str]]
 """For each broken rule a dotted key or a path of keys, the name of the rule, and what to say."""
@@ -440,6 +440,7 @@ _EXTRAS = {
     "lora": "peft",
     "model.qat": "torchao",
     "images": "PIL",
+    "videos": "av",
     "logging.tensorboard": "tensorboard",
 }
 """Keys that need a module of an extra."""
@@ -843,6 +844,15 @@ def _groups_of_parameters(recipe: Recipe) -> Found:
             yield ("optimizer", "groups", index), "no-change", what
 
 
+def _one_tower(recipe: Recipe) -> Found:
+    images, videos = recipe.images, recipe.videos
+    for key in ("train", "learning_rate_ratio") if images and videos else ():
+        first, second = getattr(images, key), getattr(videos, key)
+        if first != second:
+            what = f"images and videos have one tower, and images.{key} is {first}"
+            yield f"videos.{key}", "one-tower", f"{what}; give both the same value"
+
+
 def _metrics(recipe: Recipe) -> Found:
     generate, keep_best = recipe.evaluation.generate, recipe.checkpoint.keep_best
     known = ["eval_loss", *(f"eval_{name}" for name in objective_of(recipe).scores)]
@@ -1020,8 +1030,9 @@ def _stores(recipe: Recipe) -> Found:
     for where, pattern in _patterns(recipe):
         if is_in_store(pattern) and (problem := problem_of(pattern)) is not None:
             yield where, "store", problem
-    for key, name in _other_names(recipe):
-        if is_in_store(name) and (problem := problem_of(name)) is not None:
+    for key, name in _other_names(recipe):  # models are not read from web servers
+        problem = problem_of(name) if scheme_of(name) not in (None, *WEB) else None
+        if problem is not None:
             yield key, "store", problem
     if recipe.checkpoint.copy_to is not None:
         yield from _copy_to(recipe.checkpoint.copy_to, recipe)
@@ -1113,6 +1124,7 @@ _RULES = (
     _part_weights,
     _empty_template,
     _groups_of_parameters,
+    _one_tower,
     _metrics,
     _whole_export,
     _nodes,

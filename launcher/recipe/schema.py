@@ -634,6 +634,26 @@ class Images(Section):
     trained with. null: they stay as they are."""
 
 
+class Videos(Section):
+    """Videos in the rows, for a model of images and text that also takes videos."""
+
+    train: Literal["none", "projector", "all"] = "none"
+    """What is trained beside the text model, as in the section images. Images and videos have one
+    tower: with both sections the values agree."""
+    learning_rate_ratio: PositiveFloat = 1.0
+    """Learning rate of these parts over that of the text model."""
+    fps: PositiveFloat | None = None
+    """Frames that are taken of a second of a video; null: as the model's processor says, and 2 where
+    it takes all of them (Qwen2-VL, Qwen2.5-VL)."""
+    max_frames: PositiveInt | None = None
+    """Frames that are taken of a video, at most; null: as the model's processor says."""
+    max_pixels: PositiveInt | None = None
+    """Larger videos are scaled down to this number of pixels, as the model's processor counts them: of
+    a frame (Qwen2-VL, Qwen2.5-VL), or of all frames together (Qwen3-VL, Qwen3.5); null: its own."""
+    folder: Folder | None = None
+    """Where relative paths of videos start; null: at the folder of the row's file."""
+
+
 class Lora(Section):
     """Low-rank adapters (Hu et al., 2021), by peft. All else is frozen, in param_dtype."""
 
@@ -1117,6 +1137,8 @@ class Recipe(Section):
     """Activations that are recomputed in the backward pass; null: none."""
     images: Images | None = None
     """Rows may have images; null: rows are text, also for a model of images and text."""
+    videos: Videos | None = None
+    """Rows may have videos; null: they have none."""
     lora: Lora | None = None
     """Train low-rank adapters and freeze all else; null: train everything."""
     preference: Preference | None = None
@@ -1142,7 +1164,7 @@ class Recipe(Section):
     """What `launcher submit` requests from Slurm; null: its arguments and the defaults."""
 
     @property
-    def attachments(self) -> dict[str, Images]:
+    def attachments(self) -> dict[str, Images | Videos]:
         """The sections about what rows have beside text that are not null, by kind."""
         sections = ((kind, getattr(self, name)) for kind, name in ATTACHMENTS.items())
         return {kind: section for kind, section in sections if section is not None}

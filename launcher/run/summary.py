@@ -30,6 +30,7 @@ from launcher.models.quantization_aware import describe_qat
 from launcher.models.record import whole_model
 from launcher.models.recurrent import missing_kernels
 from launcher.models.shards import local_bytes
+from launcher.models.tower_inputs import TOWERS
 from launcher.objectives.base import dataset_objective
 from launcher.optimizers.groups import describe_groups
 from launcher.optimizers.optimizer import warmup_steps
@@ -108,9 +109,10 @@ def _about_towers(module: nn.Module, names: list[str], kind: str, train: str) ->
     of = dict(module.named_parameters())
     trained = [name for name in names if of[name].requires_grad]
     count = sum(of[name].numel() for name in trained)
-    what = f"the {kind} tower and its projector are frozen"
+    tower = TOWERS[kind].tower
+    what = f"the {tower} tower and its projector are frozen"
     if trained:
-        what = f"{len(trained)} of {len(names)} tensors of the {kind} tower and its projector are "
+        what = f"{len(trained)} of {len(names)} tensors of the {tower} tower and its projector are "
         what += f"trained ({count_as_text(count)} parameters), such as {clean_name(trained[0])}"
     yield f"{section}: {what} ({section}.train: {train})"
 

@@ -20,15 +20,17 @@ from launcher.sources.store_names import READ_ONLY, require_store, scheme_of
 logger = logging.getLogger(__name__)
 
 
+def in_object_store(name: str) -> bool:
+    """Whether a name is that of a folder whose files can be listed: no web server, and not the hub."""
+    return scheme_of(name) not in (None, *READ_ONLY)
+
+
 def fetched_folder(name: str, *, key: str, patterns: Sequence[str]) -> Path:
     """A folder of this machine with the files of a folder in a store that match a pattern. Files that
     are there are not fetched again, unless the store has others by now.
 
     key: of the recipe, for messages. Raises RecipeError.
     """
-    if scheme_of(name) in READ_ONLY:
-        what = "write owner/name" if scheme_of(name) == "hf" else "download its files first"
-        raise RecipeError(f"{key}: {name}: a model is read from s3://, gs:// or az://; {what}")
     try:
         require_store(name)
         return _fetched(Location(name.rstrip("/")), key, patterns)

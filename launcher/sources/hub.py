@@ -17,9 +17,10 @@ from typing import Any
 from launcher.console import advanced
 from launcher.errors import RecipeError, first_line
 from launcher.libraries.extras import require_extra
-from launcher.sources.fetched import fetched_folder
+from launcher.sources.fetched import fetched_folder, in_object_store
 from launcher.sources.formats import COMPRESSED, FORMS
-from launcher.sources.location import Location, is_in_store, no_such
+from launcher.sources.location import Location, no_such
+from launcher.sources.store_names import WEB, scheme_of
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ def is_model_id(name: str) -> bool:
 
 def is_fetched(name: str) -> bool:
     """Whether the files of a model are copied to this machine: from the hub or a store."""
-    return is_model_id(name) or is_in_store(name)
+    return is_model_id(name) or in_object_store(name)
 
 
 def no_such_name(kind: str, name: str) -> str:
@@ -106,7 +107,7 @@ def no_such_name(kind: str, name: str) -> str:
 
     kind: what was looked for, such as `folder`.
     """
-    if is_in_store(name):
+    if scheme_of(name) not in (None, *WEB):
         return f"{name}: a {kind} is read from a disk of this machine or from the hub"
     is_path = name.startswith(("/", "./", "../", "~")) or name in (".", "..")
     if is_path:
@@ -238,7 +239,7 @@ def config_file(name: str, *, fetch: bool) -> Path | None:
     fetch it from the hub, without weights. Raises RecipeError if it cannot be fetched."""
     if os.path.isdir(name):
         return Path(name, "config.json")
-    if is_in_store(name):
+    if in_object_store(name):
         return (
             model_folder(name, key="model.path", weights=False) / "config.json" if fetch else None
         )
@@ -275,7 +276,7 @@ def model_folder(name: str, *, key: str, weights: bool = True) -> Path:
         refuse_links(Path(name), key=key)
         return Path(name)
     patterns = _MODEL_FILES if weights else _TOKENIZER_FILES
-    if is_in_store(name):
+    if in_object_store(name):
         return fetched_folder(name, key=key, patterns=patterns)
     if not is_model_id(name):
         raise RecipeError(f"{key}: {no_such_name('folder', name)}")

@@ -144,6 +144,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "tools": ("tools", "functions"),
     "images": ("images", "image"),
     "objects": ("objects",),
+    "videos": ("videos", "video"),
     "chosen": (
         "chosen",
         "chosen_messages",
@@ -212,7 +213,7 @@ _BY_DEFAULT = ("text", "chosen", "rejected", "label")
 """Roles whose key has the name of the role as its default."""
 
 
-ATTACHMENTS = {"image": "images"}
+ATTACHMENTS = {"image": "images", "video": "videos"}
 """What rows may have beside text: the kinds of attachments, each with its plural, which is the section
 of the recipe and the role of the column. A store numbers the kinds in this order."""
 
@@ -240,7 +241,7 @@ class Layout:
     """What a row becomes, for the documents."""
 
 
-_SHARED = ("system", "tools", "images")
+_SHARED = ("system", "tools", "images", "videos")
 RETRIEVAL: tuple[DataKind, ...] = ("retrieval", "reranking")
 _DOCUMENTS = ("negatives", "prompt", "scores", "positive_scores", "negative_scores")
 LAYOUTS = (
@@ -314,11 +315,14 @@ LAYOUTS = (
         ("reasoning", *_SHARED, "objects"),
         "a user's and an assistant's turn; as text, one after the other",
     ),
-    Layout(
-        "instruct",
-        ("images", "response"),
-        ("reasoning", "system"),
-        "a user's turn with the images alone, and an assistant's",
+    *(
+        Layout(
+            "instruct",
+            (nouns, "response"),
+            ("reasoning", "system"),
+            f"a user's turn with the {nouns} alone, and an assistant's",
+        )
+        for nouns in ATTACHMENTS.values()
     ),
     Layout(
         "instruct",
@@ -623,12 +627,19 @@ _LIKE_ATTACHMENTS = {
     "image": re.compile(
         r"(image|img|picture|photo)_?(path|file|filename|file_name|url|bytes|base64)?s?|"
         r"(image|img|picture|photo)_?\d+|(jpg|jpeg|png|webp|pil_image)"
-    )
+    ),
+    "video": re.compile(
+        r"video_?(path|file|filename|file_name|url|bytes|base64)s?|video_?\d+|(mp4|webm)"
+    ),
 }
 """By kind, names of other columns that hold attachments, in rows of conversations."""
-_IMAGE_FILES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+_ENDINGS = {
+    "image": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
+    "video": (".mp4", ".webm", ".mkv", ".mov", ".avi"),
+}
+"""By kind, how the names of files end."""
 _FILE_COLUMNS = ("file_name", "file_names")
-_WITHOUT_IMAGES = ("tokens", "classification", *RETRIEVAL)
+_WITHOUT_ATTACHMENTS = ("tokens", "classification", *RETRIEVAL)
 _WEIGHTS = ("weight", "weights", "loss_weight", "sample_weight")
 _SCORES = ("score", "reward", "rating", "quality", "helpfulness")
 _SPEAKERS = ("user", "assistant", "system", "human", "gpt", "prompter", "bot", "model")
@@ -664,32 +675,46 @@ def lost_meaning(
 ) -> str | None:
     """The problem of a row with an unused column that changes what the row means; None: no such
     column. attachments: the kinds that the run sees."""
-    kind, images = found.layout.kind, "image" in attachments
-    pictures = found.get("images")
-    if not images and pictures is not None and has_content(row.get(pictures)):
-        without = typed("data.ignore_columns", [*ignored, pictures])
-        lost = "holds images, which training on text does not see; images.train=none trains on them"
-        return f"column {pictures!r} {lost}; {without} trains without it"
+    kind = found.layout.kind
+    seen = [ATTACHMENTS[each] for each in ATTACHMENTS if each in attachments]
+    run = f"training on {' and '.join(['text', *seen])}"
+    for each, nouns in ATTACHMENTS.items():
+        held = found.get(nouns)
+        if each not in attachments and held is not None and has_content(row.get(held)):
+            without = typed("data.ignore_columns", [*ignored, held])
+            lost = f"holds {nouns}, which {run} does not see; {nouns}.train=none trains on them"
+            return f"column {held!r} {lost}; {without} trains without it"
     for column, value in unused_columns(row, found, ignored):
         name = column.lower()
         what = None
-        if kind == "text" and name in NAMES["images"]:
+        beside = [nouns for nouns in ATTACHMENTS.values() if name in NAMES[nouns]]
+        named_files = [each for each in ATTACHMENTS if _names_files(each, name, value)]
+        like = [
+            each
+            for each in ATTACHMENTS.keys() - {*attachments}
+            if column == unused_column_of(each, {column: value}, found)
+        ]
+        if kind == "text" and beside:
             keys = typed("data.columns.response", found.columns["text"])
-            keys = keys if images else f"images.train=none {keys}"
-            what = f"holds images beside a text, which {keys} learns as the answer to them"
-        elif pictures is None and _names_image(name, value) and kind not in _WITHOUT_IMAGES:
-            keys = "" if images else "images.train=none "
-            keys += typed("data.columns.images", column)
+            keys = keys if beside[0] in seen else f"{beside[0]}.train=none {keys}"
+            what = f"holds {beside[0]} beside a text, which {keys} learns as the answer to them"
+        elif (
+            named_files
+            and found.get(nouns := ATTACHMENTS[named_files[0]]) is None
+            and kind not in _WITHOUT_ATTACHMENTS
+        ):
+            keys = "" if nouns in seen else f"{nouns}.train=none "
+            keys += typed(f"data.columns.{nouns}", column)
             if kind == "text":
                 keys += f" {typed('data.columns.response', found.columns['text'])}"
-            what = f"names files of images, which {keys} trains on"
+            what = f"names files of {nouns}, which {keys} trains on"
         elif name in BESIDE_TEXT:
-            what = "holds images, video or audio, which training on text does not see"
-            if images:
-                what = "holds video or audio, or images beside another such column, which the run "
+            what = f"holds images, videos or audio, which {run} does not see"
+            if seen:
+                what = "holds audio, or images or videos beside another such column, which the run "
                 what += "does not see"
-        elif not images and column == unused_column_of("image", {column: value}, found):
-            what = "holds images by its name, which training on text does not see"
+        elif like:
+            what = f"holds {ATTACHMENTS[like[0]]} by its name, which {run} does not see"
         elif kind == "tokens":
             if name in _MASKS and "labels" not in found.columns:
                 what = "says which tokens carry loss; write it as labels, with -100 for no loss"
@@ -715,11 +740,12 @@ def lost_meaning(
     return None
 
 
-def _names_image(column: str, value: object) -> bool:
-    """Whether a column is that of the `imagefolder` of datasets, and names files of images."""
+def _names_files(kind: str, column: str, value: object) -> bool:
+    """Whether a column is that of the `imagefolder` or `videofolder` of datasets, and names files of
+    this kind."""
     names = value if isinstance(value, list) else [value]
     texts = [name for name in names if isinstance(name, str)]
-    return column in _FILE_COLUMNS and any(text.lower().endswith(_IMAGE_FILES) for text in texts)
+    return column in _FILE_COLUMNS and any(text.lower().endswith(_ENDINGS[kind]) for text in texts)
 
 
 def unused_column_of(

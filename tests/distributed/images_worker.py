@@ -1,14 +1,16 @@
-"""Trains models of images and text, and in a plain loop over single rows, with transformers' own
-processor and model.
+"""Trains models of images, videos and text, and in a plain loop over single rows, with transformers'
+own processor and model.
 
     torchrun --nproc-per-node 2 images_worker.py FOLDER [CASE ...]
 
 Writes losses and gradient norms to results.json.
 """
 
+import re
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +24,10 @@ from launcher.recipe.load import load_recipe
 from launcher.training.setup import assemble
 from tests.distributed.launching import end_worker
 from tests.distributed.recurrent_worker import train
-from tests.image_models import MORE, make_image, make_model, reference_processor
+from tests.image_models import FAMILIES, MORE, make_image, make_model, reference_processor
+from tests.reference_videos import reference_of, whole
 from tests.run_files import write_lines
+from tests.video_files import make_video
 
 transformers.logging.set_verbosity_error()
 STEPS, RATE = 3, 2e-3
@@ -71,9 +75,34 @@ CASES = {
     "llava context": [FSDP, CONTEXT, "batch.global_batch_size=2"],
 }
 QUICK = ("qwen2_5_vl fsdp", "gemma3 fsdp")
+VIDEOS = ["videos={train: all}", "data.train=FOLDER/videos.jsonl"]
+VIDEOS += ["data.validation=FOLDER/videos.jsonl"]
+VIDEO_CASES = {
+    "qwen2_5_vl videos fsdp": [FSDP],
+    "qwen3_vl videos fsdp checkpointing": [FSDP, FULL],
+    "qwen2_vl videos fsdp": [FSDP],
+    "qwen3_5 videos fsdp": [FSDP],
+    "qwen3_vl_moe videos fsdp": [FSDP],
+    "gemma4 videos fsdp": [FSDP],
+    "llava_onevision videos fsdp": [FSDP],
+    "qwen2_5_vl videos ddp padded": ["strategy.kind=ddp", *PADDED],
+    "qwen3_vl videos none alone": [FSDP, "videos.train=none", "images=null"],
+    "qwen2_5_vl videos context": [FSDP, CONTEXT, "batch.global_batch_size=2"],
+    "qwen3_vl videos context padded": [FSDP, CONTEXT, *PADDED],
+    "llava_onevision videos context alone": [
+        FSDP,
+        CONTEXT,
+        "images=null",
+        "batch.global_batch_size=2",
+    ],
+}
+QUICK_VIDEOS = ("qwen2_5_vl videos fsdp", "qwen3_vl videos fsdp checkpointing")
+CASES |= {case: [*VIDEOS, *words] for case, words in VIDEO_CASES.items()}
 CASES |= {f"{family} fsdp": [FSDP] for family in MORE}
 LONGEST = {"gemma4": 480, "idefics3": 240, "smolvlm": 240, "llava_next": 300, "ovis2": 300}
 LONGEST |= {"llava_onevision": 300, "aya_vision": 300}
+LONGEST_VIDEOS = {"gemma4": 1400, "llava_onevision": 300, "qwen3_vl": 320, "qwen3_5": 320}
+LONGEST_VIDEOS |= {"qwen3_vl_moe": 320}
 """Tokens of a row, where images have more than 160 tokens."""
 PROJECTORS = ("merger", "projector", "connector", "embed_vision")
 
@@ -112,22 +141,44 @@ def write_rows(folder):
     return rows
 
 
+def write_video_rows(folder, *, images=True):
+    """Nine rows, of which some have videos, and some images beside them."""
+    for number, (count, size, fps) in enumerate([(16, (48, 36), 8), (40, (90, 60), 10)]):
+        make_video(folder / f"{number}.mkv", count, size=size, fps=fps, seed=number)
+    rows = write_rows(folder)
+    shown = ["0", "", "01", "", "1", "0", "", "", ""]
+    for row, videos in zip(rows, shown, strict=True):
+        if not images:
+            row.pop("images", None)
+            row["messages"][0]["content"] = row["messages"][0]["content"].replace("<image>", "")
+        if videos:
+            row["videos"] = [f"{video}.mkv" for video in videos]
+            row["messages"][0]["content"] += "".join(f" {video}<video>" for video in videos)
+    write_lines(folder / "videos.jsonl", rows)
+    return rows
+
+
 def inputs_of(row, folder, processor, *, prompt=False):
     """What transformers makes of a row, and the targets: what the assistant says, and the end."""
     messages, images = [], list(row.get("images", ()))
     for message in row["messages"]:
         content = message["content"]
         if message["role"] == "user":
-            count = content.count("<image>")
-            content = [{"type": "image"}] * count
-            text = message["content"].replace("<image>", "")
-            content = [*content, {"type": "text", "text": text}]
+            parts = re.split("<(image|video)>", content)
+            texts = [{"type": "text", "text": text} for text in parts[::2]]
+            shown = [{"type": kind} for kind in parts[1::2]]
+            content = [part for both in zip(texts, shown, strict=False) for part in both]
+            content = [*content, *texts[len(shown) :]]
         messages.append({"role": message["role"], "content": content})
     text = processor.tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=prompt
     )
     opened = [Image.open(folder / name).convert("RGB") for name in images]
-    made = processor(images=opened or None, text=[text], return_tensors="pt")
+    given = {}
+    if videos := [whole(folder / name) for name in row.get("videos", ())]:
+        given = {"videos": [frames for frames, _ in videos], "do_sample_frames": True}
+        given |= {"video_metadata": [about for _, about in videos]}
+    made = processor(images=opened or None, text=[text], return_tensors="pt", **given)
     ids = made["input_ids"][0]
     begin, end = processor.tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
     targets = torch.full_like(ids, -100)
@@ -141,7 +192,8 @@ def inputs_of(row, folder, processor, *, prompt=False):
 
 def plain_loop(folder, family, rows, trained, steps, *, device="cpu"):
     """steps: the numbers of the rows that each step trains on."""
-    processor = reference_processor(folder / family)
+    videos = "video" in (FAMILIES | MORE)[family]
+    processor = (reference_of if videos else reference_processor)(folder / family)
     model = transformers.AutoModelForImageTextToText.from_pretrained(
         folder / family, dtype=torch.float32
     ).train()
@@ -182,13 +234,16 @@ def answer(model, row, folder, processor):
     """What transformers' generate answers to the first message of a row. It may not answer with the
     tokens of images."""
     made, _ = inputs_of(row | {"messages": row["messages"][:1]}, folder, processor, prompt=True)
+    suppressed = [*processor.image_token_ids]
+    if "videos" in row:
+        suppressed.append(processor.video_token_id)
     tokens = model.generate(
         **made,
         max_new_tokens=5,
         do_sample=False,
         eos_token_id=256,
         pad_token_id=256,
-        suppress_tokens=[token for token in processor.image_token_ids if token is not None],
+        suppress_tokens=[token for token in suppressed if token is not None],
     )
     new = tokens[0, made["input_ids"].shape[1] :]
     return processor.tokenizer.decode(new, skip_special_tokens=True).strip()
@@ -205,32 +260,40 @@ def main(folder, cases):
         device=torch.device("cpu"),
     )
     results = {}
-    rows = write_rows(folder) if ranks.rank == 0 else []
     for case in cases:
         family, *words = case.split()
+        rows = []
         if ranks.rank == 0:
+            videos = "videos" in words
+            alone = "alone" in words
+            rows = write_video_rows(folder, images=not alone) if videos else write_rows(folder)
             if not (folder / family).exists():
                 make_model(folder / family, family)
             text = RECIPE.replace("FOLDER", str(folder)).replace("FAMILY", family)
-            text = text.replace("LENGTH", str(LONGEST.get(family, 160)))
+            longest = LONGEST_VIDEOS if videos else LONGEST
+            text = text.replace("LENGTH", str(longest.get(family, 160)))
             (folder / f"{family}.yaml").write_text(text)
         dist.barrier()
         recipe = load_recipe(
-            [f"recipe={folder}/{family}.yaml", *CASES[case]], ranks=ranks.size
+            [
+                f"recipe={folder}/{family}.yaml",
+                *(word.replace("FOLDER", str(folder)) for word in CASES[case]),
+            ],
+            ranks=ranks.size,
         ).recipe
         training = assemble(recipe, ranks=ranks, build_data=ranks.rank == 0)
         batches = training.data.batches(
             ranks=ranks, stop_requested=lambda: False, save_requested=lambda: False
         )
         images = [
-            part.inputs["attachments"]["image"]["count"]
+            sum(given["count"] for given in part.inputs["attachments"].values())
             for part in next(iter(batches)).micro_batches
         ]
         trained_values = train(training)
         evaluated = training.evaluator.evaluate(training.wrapped)["validation"]
         results[case] = trained_values | {
             "answers": {sample["reference"]: sample["answer"] for sample in evaluated.samples},
-            "shown": [[sample["prompt"], sample["images"]] for sample in evaluated.samples],
+            "shown": [[sample["prompt"], _files(sample)] for sample in evaluated.samples],
             "images": _gathered(images),
             "documents": training.data.training.sequences.documents,
             "cut": training.data.training.sequences.cut_documents,
@@ -250,6 +313,11 @@ def main(folder, cases):
             results[case]["plain"] = plain
         dist.barrier()
     end_worker(folder, results)
+
+
+def _files(sample: Any):
+    """The names of the images and videos of an answer's prompt."""
+    return [*sample.get("images", ()), *sample.get("videos", ())]
 
 
 def _gathered(value):

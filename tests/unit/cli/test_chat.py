@@ -23,6 +23,7 @@ from tests.image_models import (
     reference_processor,
     skip_without_packages,
 )
+from tests.reference_videos import reference_of, whole
 from tests.unit.models.test_export import (
     create_checkpoint,
     export_model,
@@ -31,6 +32,7 @@ from tests.unit.models.test_export import (
     recipe_of,
 )
 from tests.unit.models.test_load import save
+from tests.video_files import make_video
 
 CHAT = ("data.kind=chat", "data.train=[chats.jsonl]", "data.tokenizer=bytes")
 
@@ -257,14 +259,16 @@ def generated(monkeypatch):
     return tokens
 
 
-def reference_answer(model, processor, messages, images, count=5):
+def reference_answer(model, processor, messages, images, count=5, videos=()):
     """The tokens of the prompt, and of the answer, by transformers' own processor and generate."""
     tokenizer = processor.tokenizer
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     opened = [Image.open(file).convert("RGB") for file in images]
-    made = processor(
-        images=opened or None, text=[text], return_tensors="pt", add_special_tokens=False
-    )
+    options = {"return_tensors": "pt", "add_special_tokens": False}
+    if videos:
+        frames, about = zip(*map(whole, videos), strict=True)
+        options |= {"videos": [*frames], "video_metadata": [*about], "do_sample_frames": True}
+    made = processor(images=opened or None, text=[text], **options)
     ends = [tokenizer.eos_token_id]
     options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": ends}
     ids = model.generate(**made, **options, pad_token_id=ends[0])[0].tolist()
@@ -303,6 +307,32 @@ def test_images_are_shown_as_transformers_shows_them(pictures, talk, generated, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma4", "llava_onevision"])
+def test_videos_are_shown_as_transformers_shows_them(pictures, talk, generated, family):
+    """A video beside an image, and another one in the next message."""
+    skip_without_packages(family)
+    folder = model_of(pictures, family)
+    wide, clip = pictures / "a wide one.png", make_video(pictures / "clip.mkv", 16, size=(60, 60))
+    printed = talk(folder, lines=f"/image {wide}\n/video {clip}\nWhat?\n/video {clip}\nAnd\n")
+    processor = reference_of(folder)
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder).eval()
+    video = {"type": "video"}
+    content = [{"type": "image"}, video, {"type": "text", "text": "What?"}]
+    messages = [{"role": "user", "content": content}]
+    ids, wanted = reference_answer(model, processor, messages, [wide], videos=[clip])
+    assert generated[0] == [*ids, *wanted]
+    answer = processor.tokenizer.decode(wanted, skip_special_tokens=True)
+    messages += [
+        {"role": "assistant", "content": answer},
+        {"role": "user", "content": [video, {"type": "text", "text": "And"}]},
+    ]
+    ids, wanted = reference_answer(model, processor, messages, [wide], videos=[clip, clip])
+    assert generated[1] == [*ids, *wanted]
+    assert f"{clip}, 60 x 60 pixels, 16 frames, 2.0 s: " in printed.err
+    assert "/video PATH shows a video with the next line" in printed.err
+
+
+@pytest.mark.slow
 def test_a_run_with_images_and_its_exports_answer_alike(tmp_path, pictures, talk, generated):
     """The limit of pixels of the run (images.max_pixels) holds for the checkpoint, the adapter and
     the merged model. An adapter's folder had no processor, and a model merged from it lost the limit."""
@@ -338,16 +368,20 @@ def test_a_run_with_images_and_its_exports_answer_alike(tmp_path, pictures, talk
         ("text.png", "text.png: is not an image in one of the formats"),
         ("", "the path of a file must follow"),
         ("https://a.b/c.png", "images are not downloaded"),
+        ("/video none.mp4", "none.mp4: no such file; videos.folder is where"),
+        ("/video text.png", "text.png: is not a video in one of the formats MP4"),
     ],
 )
 def test_images_that_cannot_be_shown(pictures, talk, monkeypatch, path, problem):
     """In a pipe the chat ends, for the next line asks about the image; in a terminal it goes on."""
     (pictures / "text.png").write_text("no image")
     monkeypatch.chdir(pictures)
-    folder = model_of(pictures, "llava")
-    printed = talk(folder, lines=f"/image {path}\nWhat?\n", status=2)
+    videos = path.startswith("/video")
+    folder = model_of(pictures, "qwen2_5_vl" if videos else "llava")
+    line = path if videos else f"/image {path}"
+    printed = talk(folder, lines=f"{line}\nWhat?\n", status=2)
     assert not printed.out
-    assert f"/image {path}".strip() + ": not shown: " in printed.err
+    assert f"{line.strip()}: not shown: " in printed.err
     assert problem in printed.err
 
 

@@ -30,6 +30,7 @@ from tests.distributed import vision
 from tests.image_models import make_image, make_model
 from tests.unit.data.rows import write
 from tests.unit.small_recipe import SMALL
+from tests.video_files import make_video
 
 
 def chat_rows(turns):
@@ -620,6 +621,35 @@ def test_the_page_as_html_shows_the_images_of_rows(folder, capsys):
     (folder / "wide.png").unlink()
     with pytest.raises(RecipeError, match=r"data: .*wide.png: no such file"):
         run(["inspect", "recipe=x.yaml"])
+
+
+def test_the_page_shows_frames_of_videos(folder, capsys):
+    """A strip of frames, as wide as a page shows it."""
+    make_model(folder / "model", "qwen2_5_vl")
+    make_video(folder / "clip.mp4", 20, size=(160, 90), fps=10)
+    user = {"role": "user", "content": "<video>What moves?"}
+    rows = [{"messages": [user, {"role": "assistant", "content": "Yes"}], "videos": ["clip.mp4"]}]
+    write(folder / "rows.jsonl", rows)
+    recipe = (
+        "run: {name: clips, max_steps: 1}\nmodel: {path: model}\nvideos: {fps: 3}\n"
+        "data: {train: rows.jsonl, sequence_length: 256, workers: 0}\n"
+        "batch: {global_batch_size: 1, micro_batch_size: 1}\n"
+        "optimizer: {learning_rate: 0.1}\n"
+    )
+    (folder / "x.yaml").write_text(recipe)
+    lines = inspect(capsys, "recipe=x.yaml", "samples=1", "out=pages/page.html")
+    [line] = [line for line in lines if line.startswith("video: ")]
+    assert line.endswith("/clip.mp4, 160 x 90 pixels, 20 frames, 2.0 s: 54 tokens, 3 x 3 x 6")
+    assert any(line.split() == ["videos", "1"] for line in lines)
+    page = (folder / "pages/page.html").read_text()
+    [picture] = re.findall(r'<img src="data:image/png;base64,([^"]*)" alt="">video: ', page)
+    strip = Image.open(io.BytesIO(base64.b64decode(picture)))
+    assert strip.size == (720, 67)
+    # The bright square is at the left of the first frame, and at the right of the last one
+    colours = np.asarray(strip)[30].astype(int)
+    red = np.flatnonzero((colours[:, 0] > 200) & (colours[:, 2] < 80))
+    assert red.min() < 30
+    assert red.max() > 690
 
 
 def test_images_are_counted_that_are_trained(folder, capsys):

@@ -24,31 +24,31 @@ TEMPLATE = (
     "{% for message in messages %}{{ message.role }}:"
     "{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}"
-    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% elif part.type == 'video' %}<|video_pad|>"
+    "{% if part.type == 'image' %}<|image_pad|>"
+    "{% elif part.type == 'clip' %}<|vision_start|>"
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ eos_token }}{% endfor %}"
 )
-CLIP = "<|video_pad|>"
-IMAGE_TOKEN, CLIP_TOKEN = 262, 263
+CLIP = "<|vision_start|>"
+IMAGE_TOKEN, CLIP_TOKEN = 262, 260
 
 
 class ClipSource(Source):
     """A file with a number: of its frames, each of which is a token."""
 
-    kind = "video"
+    kind = "clip"
 
     def shown(self, tokens, meta):
-        return f"video: {tokens} tokens", None
+        return f"clip: {tokens} tokens", None
 
 
 @dataclass(frozen=True)
 class Clips(Modality):
-    kind = "video"
+    kind = "clip"
     source = ClipSource
     example = "clip.txt"
     token_type = 2
     token_ids = (CLIP_TOKEN,)
-    limited = False
+    loaded = None
     pixel_table = None
 
     @property
@@ -64,12 +64,12 @@ class Clips(Modality):
         return cls(str(folder))
 
     def identity(self):
-        return ["videos"]
+        return ["clips"]
 
-    def limit_file(self, content):
+    def limit_files(self, files):
         raise AssertionError
 
-    def expand(self, rendered, sources):
+    def expand(self, rendered, sources, kinds):
         counts = [int(source.read()) for source in sources]
         placed = [
             Placed(count, source, source.checksum(source.read()), (count, 1, 1))
@@ -89,8 +89,10 @@ class Clips(Modality):
     def join(self, attachments):
         return {"clips": np.concatenate([each["clips"].ravel() for each in attachments])}
 
-    def grid(self, meta):
-        return np.stack([np.arange(meta[0]), np.zeros(meta[0]), np.zeros(meta[0])]).astype(int)
+    def grid(self, meta, ids):
+        assert ids.tolist() == [CLIP_TOKEN] * meta[0]
+        zeros = np.zeros(meta[0])
+        return np.stack([np.arange(meta[0]), zeros, zeros]).astype(int), meta[0]
 
     def largest(self, tokens):
         raise AssertionError
@@ -101,10 +103,12 @@ class Clips(Modality):
 
 @pytest.fixture
 def kinds(monkeypatch):
-    """The launcher with a second kind of attachments."""
-    monkeypatch.setitem(layouts.ATTACHMENTS, "video", "videos")
-    monkeypatch.setitem(layouts._LIKE_ATTACHMENTS, "video", layouts.re.compile("clip"))
-    monkeypatch.setitem(token_store._SOURCES, 1, ClipSource)
+    """The launcher with another kind of attachments."""
+    monkeypatch.setitem(token_store._SOURCES, len(layouts.ATTACHMENTS), ClipSource)
+    monkeypatch.setitem(layouts.ATTACHMENTS, "clip", "clips")
+    monkeypatch.setitem(layouts._LIKE_ATTACHMENTS, "clip", layouts.re.compile("clip"))
+    monkeypatch.setitem(layouts._ENDINGS, "clip", (".txt",))
+    monkeypatch.setitem(layouts.NAMES, "clips", ("clips",))
 
 
 def test_two_kinds_of_attachments_share_a_row(kinds, tmp_path):
@@ -115,11 +119,11 @@ def test_two_kinds_of_attachments_share_a_row(kinds, tmp_path):
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     answer = {"role": "assistant", "content": "A thing."}
     parts = [
-        {"type": "text", "text": "First <video>, then "},
+        {"type": "text", "text": "First <clip>, then "},
         {"type": "image", "path": "wide.png"},
     ]
     rows = [
-        {"messages": [{"role": "user", "content": parts, "video": "clip.txt"}, answer]},
+        {"messages": [{"role": "user", "content": parts, "clip": "clip.txt"}, answer]},
         {"messages": [{"role": "user", "content": "no more"}, answer]},
     ]
     write_lines(tmp_path / "rows.jsonl", rows)
@@ -138,15 +142,15 @@ def test_two_kinds_of_attachments_share_a_row(kinds, tmp_path):
     files = (str(tmp_path / "rows.jsonl"),)
     store = open_store(files, data, tokenizer=name, model=model, build=True)
     clip, image = store.attachments_between(0, store.ids.size)
-    assert [clip.kind, image.kind] == ["video", "image"]
+    assert [clip.kind, image.kind] == ["clip", "image"]
     assert store.ids[clip.first : clip.end].tolist() == [CLIP_TOKEN] * 3
     assert set(store.ids[image.first : image.end].tolist()) == {IMAGE_TOKEN}
     assert clip.meta == (3, 1, 1, 0)
     dataset = NextToken().open(store, data, model)
-    assert count_attachments(dataset) == {"images": (1, 0), "videos": (1, 0)}
+    assert count_attachments(dataset) == {"images": (1, 0), "clips": (1, 0)}
     made = dataset.collate([dataset[0], dataset[1]]).micro_batch.inputs
     counts = {kind: given["count"] for kind, given in made["attachments"].items()}
-    assert counts == {"image": 1, "video": 1}
+    assert counts == {"image": 1, "clip": 1}
     assert made["clips"].tolist() == [3, 3, 3]
     ids, types = made["input_ids"], made["mm_token_type_ids"]
     assert torch.equal(types, (ids == IMAGE_TOKEN).long() + 2 * (ids == CLIP_TOKEN))
@@ -168,5 +172,5 @@ def test_the_attachments_of_joined_rows_are_moved():
 
 def test_a_file_of_any_kind_that_is_missing(kinds, tmp_path):
     source = ClipSource(str(tmp_path / "none.txt").encode(), is_file=True)
-    with pytest.raises(ValueError, match=r"none.txt: no such file; videos\.folder is where"):
+    with pytest.raises(ValueError, match=r"none.txt: no such file; clips\.folder is where"):
         source.read()

@@ -327,7 +327,15 @@ def test_captions(folder):
         (asked({"type": "image", "base64": "%%%"}), "is no base64"),
         (asked({"type": "image", "path": "/dev/zero"}), "is not a file"),
         (asked({"type": "image", "path": "."}), "is not a file"),
-        (asked(text("a"), video="a.mp4"), "column 'video' holds video or audio"),
+        (
+            asked(text("a"), video="a.mp4"),
+            "column 'video' holds videos, which training on text and",
+        ),
+        (asked(text("a"), audio="a.mp3"), "column 'audio' holds audio, or images or videos beside"),
+        (
+            asked(text("a <|video_pad|> b")),
+            "holds <|video_pad|>, which stands for videos; remove it",
+        ),
         (asked({"type": "image", "path": "line.png"}), "is refused"),
         (
             {
@@ -513,7 +521,7 @@ def test_positions_are_those_of_the_model(folder):
                 image_grid_thw=grid if len(table) else None,
             )
             images = RowImages("")
-            places = [(int(i["first"]), images.grid(i["meta"].tolist())) for i in table]
+            places = [(int(i["first"]), *images.grid(i["meta"].tolist(), ids)) for i in table]
             made = grid_positions(np.arange(len(found.ids)), places)
             assert np.array_equal(made, wanted[:, 0].numpy()), family
 

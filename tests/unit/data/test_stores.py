@@ -458,11 +458,6 @@ def test_a_model_that_is_not_there(store):
             f"model.path: no such folder with a config.json: {ROOT}/models/n",
         ),
         ("s3://gone/models/n", "model.path: s3://gone/models/n: there is no bucket gone"),
-        (
-            "https://host/m",
-            r"model.path: https://host/m: a model is read from s3://.* download its",
-        ),
-        ("hf://owner/m", "write owner/name"),
         ("s4://b/m", "model.path: s4://b/m: unknown scheme"),
     ]:
         with pytest.raises(RecipeError, match=said):

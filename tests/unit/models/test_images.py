@@ -136,9 +136,9 @@ def test_features_of_an_answer_are_computed_once(models, family, shown):
     sample = make_sample([(ids, np.full(len(ids), IGNORED))]) | {"attachments": []}
     if shown:
         place = int(np.flatnonzero(np.isin(ids, processor.token_ids))[0])
-        sample["attachments"] = [Loaded("image", text.arrays, place, len(ids), text.grid)]
+        sample["attachments"] = [Loaded("image", text.arrays, place, len(ids), text.meta)]
         if images.grid:
-            places = [(place, modality.grid(text.grid))]
+            places = [(place, *modality.grid(text.meta, ids[place:]))]
             sample["grid_positions"] = grid_positions(sample["position_ids"], places)
     inputs = RowInputs(256, attachments=images).collate([sample]).micro_batch.inputs
     runs = []

@@ -161,6 +161,7 @@ IN_ARGUMENTS = r"""
 | data.validation={a: file:///a.jsonl} | data.validation.a[0]/store
 | data.train=https://host/*.jsonl | data.train[0]/store
 | model.config=null & model.path=s4://bucket/model | model.path/store
+| model.config=null & model.path=hf://owner/model | model.path/no-such-path
 | model.config=null & model.path=s3://bucket/model?token=secret | model.path/store
 | checkpoint.copy_to=s3://bucket | checkpoint.copy_to/store
 | checkpoint.copy_to=hf://owner/name/runs/x | checkpoint.copy_to/store
@@ -382,6 +383,9 @@ IN_ARGUMENTS = r"""
 | optimizer.layer_decay=1.5 | /range
 | optimizer.groups=[] | /empty
 | optimizer.groups=[{patterns: a}] | optimizer.groups[0]/no-change
+| @base & data.tokenizer=null & data.kind=chat & images={} & videos={train: all} | videos.train/one-tower
+| @base & data.tokenizer=null & data.kind=chat & videos={fps: 0} | videos.fps/range
+| @base & data.tokenizer=null & data.kind=chat & videos={learning_rate_ratio: 2} | videos.learning_rate_ratio/needs-videos.train
 | optimizer.groups=[{patterns: a, learning_rate_ratio: 0}] | optimizer.groups[0].learning_rate_ratio/range
 | optimizer.groups=[{patterns: a, rate: 2}] | optimizer.groups[0].rate/unknown
 | optimizer.groups=[{weight_decay: 0}] | optimizer.groups[0].patterns/missing

@@ -266,7 +266,7 @@ def test_suggestions_can_be_typed_as_they_stand(tmp_path, monkeypatch):
         ({"prompt": "a", "response": "b", "score": 3}, {}, []),
         ({"prompt": "a", "response": "b", "my score": 3, "Score": 4}, {}, []),
         ({"messages": [], "Weight": 2}, {}, []),
-        ({"text": "a", "images": ["x"], "video": "y"}, {}, ["data.ignore_columns='[images]'"]),
+        ({"text": "a", "images": ["x"], "audio": "y"}, {}, ["data.ignore_columns='[images]'"]),
     ]
     for row, names, words in cases:
         (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")

@@ -45,6 +45,7 @@ from launcher.recipe.schema import (
     Reranker,
     Run,
     Source,
+    Videos,
     Wandb,
 )
 from launcher.recipe.yaml_text import as_override, parse_yaml
@@ -508,6 +509,7 @@ def test_recipe_is_immutable(folder):
     model = dataclasses.replace(recipe.model, mtp=MultiToken())
     recipe = dataclasses.replace(recipe, model=model)
     recipe = dataclasses.replace(recipe, objective=Objective(loss="a:b"), images=Images())
+    recipe = dataclasses.replace(recipe, videos=Videos())
     recipe = dataclasses.replace(recipe, embedding=Embedding(), reranker=Reranker())
     with pytest.raises(dataclasses.FrozenInstanceError):
         recipe.data.train["a"].weight = 2.0
