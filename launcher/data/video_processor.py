@@ -33,6 +33,7 @@ from launcher.data.tokenizer_files import (
 from launcher.data.tokenizer_json import Json
 from launcher.data.video_files import Clip, Video
 from launcher.errors import RecipeError, RowError, first_line
+from launcher.libraries.families import VIDEO_PROCESSORS
 from launcher.sources.hub import model_folder
 
 _CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073]}
@@ -417,17 +418,6 @@ PROCESSORS: dict[str, type[Frames]] = {
     "Qwen3VLVideoProcessor": Qwen3Frames,
 }
 """By the class of transformers."""
-_TYPES = {
-    "gemma4": "Gemma4VideoProcessor",
-    "llava_onevision": "LlavaOnevisionVideoProcessor",
-    "qwen2_vl": "Qwen2VLVideoProcessor",
-    "qwen2_5_vl": "Qwen2VLVideoProcessor",
-    "qwen3_5": "Qwen3VLVideoProcessor",
-    "qwen3_5_moe": "Qwen3VLVideoProcessor",
-    "qwen3_vl": "Qwen3VLVideoProcessor",
-    "qwen3_vl_moe": "Qwen3VLVideoProcessor",
-}
-"""The class of a model whose files name none, by its type."""
 _SECTION = "video_processor"
 """Of PROCESSOR_FILE."""
 
@@ -458,7 +448,7 @@ def _class_of(settings: Json, model_type: str) -> str:
     if isinstance(named, str):
         return named
     image = str(settings.get("image_processor_type")).replace("ImageProcessor", "VideoProcessor")
-    return image if image in PROCESSORS else _TYPES[model_type]
+    return image if image in PROCESSORS else VIDEO_PROCESSORS[model_type]
 
 
 @functools.lru_cache(maxsize=2)
@@ -482,11 +472,11 @@ class VideoProcessor(AttachmentProcessor):
         kind = type(processor).__name__
         placeholder = getattr(processor, "video_token", None)
         own = type(processor).replace_video_token is not ProcessorMixin.replace_video_token
-        if config.model_type not in _TYPES or not isinstance(placeholder, str) or not own:
+        if config.model_type not in VIDEO_PROCESSORS or not isinstance(placeholder, str) or not own:
             what = (
                 f"rows with videos are not supported for models of type {config.model_type}, but "
             )
-            raise RecipeError(f"videos: {name}: {what}for {', '.join(_TYPES)}")
+            raise RecipeError(f"videos: {name}: {what}for {', '.join(VIDEO_PROCESSORS)}")
         settings = settings_of(
             read_processor(Path(model_folder(name, key="model.path", weights=False)))
         )

@@ -182,6 +182,17 @@ WITHOUT_POSITIONS = ("afmoe", "gpt_oss", "granitemoehybrid")
 do not keep documents apart."""
 TEXT_POSITIONS_FIRST = ("qwen2_5_vl",)
 """Types that make masks from text positions, which stand before those of time, height and width."""
+VIDEO_PROCESSORS = {
+    "gemma4": "Gemma4VideoProcessor",
+    "llava_onevision": "LlavaOnevisionVideoProcessor",
+    "qwen2_vl": "Qwen2VLVideoProcessor",
+    "qwen2_5_vl": "Qwen2VLVideoProcessor",
+    "qwen3_5": "Qwen3VLVideoProcessor",
+    "qwen3_5_moe": "Qwen3VLVideoProcessor",
+    "qwen3_vl": "Qwen3VLVideoProcessor",
+    "qwen3_vl_moe": "Qwen3VLVideoProcessor",
+}
+"""The class of the video processor of a model whose files name none, by its type."""
 COORDINATES: dict[str, Literal["pixels", "thousandths"]] = {
     "qwen2_vl": "thousandths",
     "qwen2_5_vl": "pixels",
