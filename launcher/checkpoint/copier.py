@@ -7,6 +7,7 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -41,6 +42,7 @@ from launcher.distributed.spawn import end_with_parent
 from launcher.errors import TrainingError
 from launcher.files import StoredFile, blocks
 from launcher.recipe import schema
+from launcher.reliability.json_files import Json
 from launcher.reliability.run_directory import RunFolder
 from launcher.sources.location import TOGETHER, Location
 
@@ -48,7 +50,6 @@ logger = logging.getLogger(__name__)
 
 _SILENT_SECONDS = 10.0
 """Between two lines about the last copy."""
-Json = dict[str, Any]
 
 
 class Copier:
@@ -63,8 +64,6 @@ class Copier:
         self._discard: Json | None = None
         """Commands that a new process must be given again."""
         self._warned: str | None = None
-        self.copied_step: int | None = None
-        """Step of the newest checkpoint that this start has copied."""
         self.trouble: str | None = None
         """Why the last checkpoint was not copied, or None."""
 
@@ -119,12 +118,6 @@ class Copier:
                 logger.info(text)
             self._log(answer)
 
-    def close(self) -> None:
-        """Ends the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-
     def _send(self, *commands: Json) -> None:
         self._note_end()
         if self._process is None:
@@ -132,12 +125,10 @@ class Copier:
             commands = (self._start(), *again, *(each for each in commands if each not in again))
         assert self._process is not None
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(OSError):  # it has ended, which the next call notices
             for command in commands:
                 self._process.stdin.write(json.dumps(command).encode() + b"\n")
             self._process.stdin.flush()
-        except OSError:
-            pass  # it has ended, which the next call notices
 
     def _start(self) -> Json:
         """Starts the process. Returns the first line that it reads."""
@@ -172,7 +163,7 @@ class Copier:
         self._note_end()
 
     def _note_end(self) -> None:
-        """Logs what a process that has ended said last, and its end."""
+        """If the process has ended, logs its last answers and its exit status."""
         if self._process is None or self._process.poll() is None:
             return
         while (answer := self._answers.get()) is not None:
@@ -198,8 +189,8 @@ class Copier:
             self._warned = self.trouble
         if "copied" in answer:
             self.trouble = self._warned = None
-            self.copied_step, size, seconds = answer["copied"], answer["size"], answer["seconds"]
-            step, to = self.copied_step, self._settings.copy_to
+            step, size, seconds = answer["copied"], answer["size"], answer["seconds"]
+            to = self._settings.copy_to
             logger.info(f"copy of step {step}: {bytes_as_text(size)} in {seconds:.1f} s to {to}")
             self._run.note("copied", step=step, bytes=size, seconds=seconds, to=to)
 
@@ -213,8 +204,8 @@ def _read_lines(stream: IO[bytes], answers: queue.SimpleQueue[Json | None]) -> N
 # The process
 
 
-class Pace:
-    """Lets threads together read no more than so many bytes a second."""
+class RateLimiter:
+    """Limits the bytes a second that several threads send together. None: no limit."""
 
     def __init__(self, bandwidth: int | None) -> None:
         self._bandwidth, self._lock = bandwidth, threading.Lock()
@@ -239,14 +230,14 @@ class Pace:
 
 
 @dataclass
-class _Copying:
-    """What the process copies, and where. Nothing else writes there: it is listed once."""
+class _CopyWriter:
+    """Writes and removes the files of the copy. No other process does, so the copy is listed once."""
 
     run: RunFolder
     settings: schema.Checkpoint
     copy: RunCopy
     start: str
-    pace: Pace
+    limiter: RateLimiter
     answers: IO[bytes]
     lock: threading.Lock
     _found: dict[int, dict[str, Location]] | None = None
@@ -265,7 +256,7 @@ class _Copying:
         return self._found
 
     def answer(self, **values: Any) -> None:
-        """Tells the run something."""
+        """Sends a line of JSON to the run."""
         with self.lock:
             self.answers.write(json.dumps(values).encode() + b"\n")
             self.answers.flush()
@@ -343,8 +334,8 @@ class _Copying:
                 pass
 
     def _sent(self, size: float) -> None:
-        for piece in self.pace.pieces(int(size)):
-            self.pace.wait(piece)
+        for piece in self.limiter.pieces(int(size)):
+            self.limiter.wait(piece)
             self.answer(bytes=piece)
 
     def copy_small_files(self) -> None:
@@ -365,10 +356,10 @@ class _Copying:
         self.copy.folder.inside("hf").upload(folder, advance=self._sent)
 
 
-class _ToRun(logging.Handler):
-    """Gives warnings to the run, whose log has them."""
+class _RunLogHandler(logging.Handler):
+    """Sends warnings of this process to the run, which logs them."""
 
-    def __init__(self, copying: _Copying) -> None:
+    def __init__(self, copying: _CopyWriter) -> None:
         super().__init__(logging.WARNING)
         self._copying = copying
 
@@ -376,17 +367,17 @@ class _ToRun(logging.Handler):
         self._copying.answer(said=record.getMessage())
 
 
-class _Process:
-    """The loop of the process: commands come faster than they can be done."""
+class _CommandLoop:
+    """Carries out the commands of the run. A later command replaces those that are not done yet."""
 
-    def __init__(self, copying: _Copying) -> None:
+    def __init__(self, copying: _CopyWriter) -> None:
         self._copying = copying
         self._newest: int | None = None
         self._best: list[int] = []
         self._discard_after: int | None = None
 
     def handle(self, commands: list[Json]) -> None:
-        """Does what several commands ask for, of which the later ones replace the earlier ones."""
+        """Carries out commands that have arrived together."""
         finish: Json | None = None
         for command in commands:
             if "copy" in command:
@@ -417,7 +408,7 @@ class _Process:
             self._copying.copy_export()
 
     def _attempt(self, action: Any) -> str | None:
-        """Does something with a store. Returns what went wrong, or None."""
+        """Calls a function that uses the store. Returns why it failed, or None."""
         what = f"the checkpoint of step {self._newest} could not be copied"
         if self._newest is None:
             what = "the run could not be copied"
@@ -428,7 +419,7 @@ class _Process:
             raise SystemExit(0) from None
         except OSError as error:
             return f"{what}: {error.filename or ''}: {error.strerror or error}"
-        except (DamagedCheckpointError, ValueError) as error:
+        except ValueError as error:  # of a damaged checkpoint, or a run.json that is none
             return f"{what}: {error}"
         return None
 
@@ -447,12 +438,12 @@ def _main() -> None:
     record = own_record(run)
     assert record is not None
     assert settings.copy_to is not None
-    pace = Pace(settings.copy_bytes)
+    limiter = RateLimiter(settings.copy_bytes)
     copy = RunCopy(settings.copy_to)
     lock = threading.Lock()
-    copying = _Copying(run, settings, copy, record.start, pace, output, lock)
-    logging.getLogger("launcher").addHandler(_ToRun(copying))
-    process = _Process(copying)
+    copying = _CopyWriter(run, settings, copy, record.start, limiter, output, lock)
+    logging.getLogger("launcher").addHandler(_RunLogHandler(copying))
+    process = _CommandLoop(copying)
     commands: queue.SimpleQueue[Json | None] = queue.SimpleQueue()
     threading.Thread(target=_read_lines, args=(sys.stdin.buffer, commands), daemon=True).start()
     while True:

@@ -191,9 +191,9 @@ def fetch_newest(
     decides about a resume: the ranks fetch the tensors later (`fetch_missing`). For rank 0, which has
     the lock of the run folder.
 
-    name: of the run. restarted: by the job that has begun the run. altered: returns how this recipe
-    trains otherwise than the one of these bytes. Returns what was found, line by line. Raises
-    RecipeError if the copy is of another run, or cannot be read.
+    name: run.name. restarted: whether this job has started the run before. altered: returns the changes
+    between a recipe, in bytes of YAML, and this one that alter the training. Returns lines about what
+    was found. Raises RecipeError if the copy is of another run, or cannot be read.
     """
     assert settings.copy_to is not None
     copy, lines = RunCopy(settings.copy_to), list[str]()
@@ -207,7 +207,7 @@ def fetch_newest(
         if record is None:
             return []
         own = own_record(run)
-        continued = (own is not None and own.run == record.run) or _shares(copied, run)
+        continued = (own is not None and own.run == record.run) or _has_checkpoint(copied, run)
         if record.name != name:
             what = (
                 f"it holds the run {record.name}, and this one is {name}; give another folder, or "
@@ -227,7 +227,7 @@ def fetch_newest(
                 break
             lines.append(f"{damage}, an older checkpoint is looked for")
             copied = next(checkpoints, None)
-        _keep(record, run)
+        _write_own_record(record, run)
     except OSError as error:
         where = error.filename or copy.folder.name
         raise RecipeError(f"checkpoint.copy_to: {where}: {error.strerror or error}") from None
@@ -247,7 +247,7 @@ def take_over(settings: schema.Checkpoint, run: RunFolder, *, name: str) -> None
     )
     try:
         copy.write_record(record)
-        _keep(record, run)
+        _write_own_record(record, run)
         # Until the first checkpoint is copied, the recipe says which run it is
         copy.folder.inside(RECIPE).write_bytes((run.path / RECIPE).read_bytes())
     except OSError as error:
@@ -255,7 +255,7 @@ def take_over(settings: schema.Checkpoint, run: RunFolder, *, name: str) -> None
         raise RecipeError(f"checkpoint.copy_to: {where}: {error.strerror or error}") from None
 
 
-def _keep(record: CopyRecord, run: RunFolder) -> None:
+def _write_own_record(record: CopyRecord, run: RunFolder) -> None:
     run.path.mkdir(parents=True, exist_ok=True)
     replace_text(run.path / _OWN, record.model_dump_json(indent=1) + "\n")
 
@@ -272,8 +272,8 @@ def _newest_step(run: RunFolder) -> int | None:
     return None
 
 
-def _shares(copied: CopiedCheckpoint | None, run: RunFolder) -> bool:
-    """Whether the run folder has this checkpoint, too."""
+def _has_checkpoint(copied: CopiedCheckpoint | None, run: RunFolder) -> bool:
+    """Whether the run folder has the same checkpoint."""
     if copied is None:
         return False
     marker = run.path / "checkpoints" / files.checkpoint_name(copied.step) / MARKER
@@ -322,7 +322,7 @@ def _fetch(copy: RunCopy, copied: CopiedCheckpoint, run: RunFolder) -> str | Non
 def small_files(folder: Location) -> list[Location]:
     """The small files of a run folder or of its copy, of which some may be missing."""
     rounds = folder.inside(ROUNDS)
-    # Whoever may write to a store must not be able to name a file outside of the run folder
+    # A store may have objects with any names, such as ../x: none may lead out of the run folder
     named = [file for file in rounds.files(now=True) if rounds.inside(file.last) == file.bare]
     return [
         *(folder.inside(name) for name in SMALL_FILES),

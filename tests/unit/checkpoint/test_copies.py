@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launcher.checkpoint import copies, files
-from launcher.checkpoint.copier import Pace
+from launcher.checkpoint.copier import RateLimiter
 from launcher.checkpoint.copies import CopyRecord, RunCopy, SupersededError, outdated
 from launcher.errors import RecipeError
 from launcher.files import write_file
@@ -372,9 +372,9 @@ def test_bandwidth_is_shared(monkeypatch):
     now, slept = [100.0], []
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr("time.sleep", slept.append)
-    pace = Pace(1000)
+    limiter = RateLimiter(1000)
     for _ in range(3):
-        pace.wait(500)
+        limiter.wait(500)
     assert slept == [0.0, 0.5, 1.0]
-    Pace(None).wait(10**9)
+    RateLimiter(None).wait(10**9)
     assert len(slept) == 3
