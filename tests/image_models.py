@@ -39,6 +39,7 @@ HYBRID = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key
 HYBRID |= {"linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
 _TILES = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
 _IDEFICS = ["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *_TILES]
+_IDEFICS += ["<video>"]
 _IDEFICS_PROCESSOR = {
     "image_processor_type": "Idefics3ImageProcessor",
     "size": {"longest_edge": 112},
@@ -77,7 +78,7 @@ def _qwen(kind, processor, *, text=None, vision=None, patch_size=16):
     }
 
 
-def _idefics(kind, processor, image_processor):
+def _idefics(kind, processor, image_processor, **videos):
     text = TEXT | {"model_type": "llama"}
     return {
         "config": {
@@ -93,9 +94,16 @@ def _idefics(kind, processor, image_processor):
         "processor_class": processor,
         "processor": _IDEFICS_PROCESSOR | {"image_processor_type": image_processor},
         "processor_config": {"image_seq_len": 4},
+        **videos,
     }
 
 
+_SMOLVLM_VIDEOS = {
+    "video_processor_type": "SmolVLMVideoProcessor",
+    "size": {"longest_edge": 112},
+    "max_image_size": {"longest_edge": 56},
+    "video_sampling": {"fps": 2, "max_frames": 3, "video_size": {"longest_edge": 112}},
+}
 _DEEPSTACK = {"deepstack_visual_indexes": [0, 1], "num_position_embeddings": 64}
 _WINDOWS = {"window_size": 112, "fullatt_block_indexes": [1], "tokens_per_second": 2}
 FAMILIES = {
@@ -197,7 +205,13 @@ FAMILIES = {
         "processor_config": {"patch_size": 14, "spatial_merge_size": 2},
     },
     "idefics3": _idefics("idefics3", "Idefics3Processor", "Idefics3ImageProcessor"),
-    "smolvlm": _idefics("smolvlm", "SmolVLMProcessor", "SmolVLMImageProcessor"),
+    "smolvlm": _idefics(
+        "smolvlm",
+        "SmolVLMProcessor",
+        "SmolVLMImageProcessor",
+        video="<video>",
+        video_processor=_SMOLVLM_VIDEOS,
+    ),
     "llava": {
         "config": {
             "model_type": "llava",
@@ -281,6 +295,12 @@ MORE = {
         "tokens": [*_INTERNVL_TOKENS.values()],
         "named": _INTERNVL_TOKENS,
         "image": "<IMG_CONTEXT>",
+        "video": "<video>",
+        "video_processor": {
+            "video_processor_type": "InternVLVideoProcessor",
+            "size": {"height": 56, "width": 56},
+            "num_frames": 3,
+        },
         "processor_class": "InternVLProcessor",
         "processor": _TILED | {"image_processor_type": "GotOcr2ImageProcessor"},
         "processor_config": {"image_seq_length": 4},

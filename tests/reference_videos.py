@@ -70,6 +70,10 @@ def _torchvision():
     modules = _stand_in()
     for module in (image_processing_backends, video_processing_utils):
         module.tvF = next(iter(modules.values()))
+    # torchvision has it since 0.27, which belongs to torch 2.12
+    image_processing_backends.is_torchvision_greater_or_equal = lambda version: (
+        torch.__version__ >= "2.12"
+    )
     image_processing_backends.pil_torch_interpolation_mapping = {
         Image.Resampling.BICUBIC: InterpolationMode.BICUBIC,
         Image.Resampling.BILINEAR: InterpolationMode.BILINEAR,
@@ -84,9 +88,11 @@ def _torchvision():
 
 _MODULES = {
     "Gemma4VideoProcessor": "gemma4",
+    "InternVLVideoProcessor": "internvl",
     "LlavaOnevisionVideoProcessor": "llava_onevision",
     "Qwen2VLVideoProcessor": "qwen2_vl",
     "Qwen3VLVideoProcessor": "qwen3_vl",
+    "SmolVLMVideoProcessor": "smolvlm",
 }
 
 
@@ -125,3 +131,16 @@ def reference_of(folder):
     if name == "Qwen2VLVideoProcessor":
         settings.setdefault("fps", 2)
     return with_videos(folder, name, **settings)
+
+
+def inputs_of(processor, *, images, **options):
+    """What a processor makes of a row whose images stand before its videos. That of SmolVLM forgets the
+    pixels of images if there are videos."""
+    made = processor(images=images or None, return_tensors="pt", **options)
+    if "videos" in options and isinstance(processor, transformers.SmolVLMProcessor):
+        for name in ("pixel_values", "pixel_attention_mask"):
+            made[name] = made[name].flatten(0, 1)[None]
+        alone = processor.image_processor([images], return_tensors="pt") if images else {}
+        for name in alone.keys() & made.keys():
+            made[name] = torch.cat([alone[name], made[name]], dim=1)
+    return made

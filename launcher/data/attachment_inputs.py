@@ -167,19 +167,41 @@ class ModelAttachments:
                 found = [one.arrays for row in rows for one in _of(row, kind)]
             else:
                 found, given["chosen"] = _of_part(rows, modality, mine)
-            arrays = modality.join(found or [modality.blank]) if found or self.changed else {}
             given["count"] = len(found)
             of_kinds[kind] = given
             if modality.tower is None:
-                tensors |= {name: torch.from_numpy(array) for name, array in arrays.items()}
                 continue
-            given |= modality.tower.make(arrays, ids, modality.pixel_table)
+            arrays = modality.join(found or [modality.blank])
+            given |= modality.tower.make(
+                arrays, _of_kind(ids, rows, kind, mine), modality.pixel_table
+            )
             counted = modality.tower.forward_operations(given["tower"], len(given["positions"]))
             passes = modality.tower.operations.passes if found else 0
             operations += round(passes * sum(counted))
+        tensors |= self._arguments(rows)
         if self.changed:
             tensors["attachments"] = of_kinds
         return replace(micro_batch, inputs=tensors), operations
+
+    def _arguments(self, rows: list[Sample]) -> dict[str, torch.Tensor]:
+        """What transformers' own forward method takes of attachments: the arrays of kinds with the same
+        names are one, in the order of the rows."""
+        given = list[tuple[Modality, Arrays]]()
+        plain = {one.kind: one for one in self.modalities if one.tower is None}
+        for row in rows:
+            shown: Any = row.get("attachments", ())
+            given += [(plain[one.kind], one.arrays) for one in shown if one.kind in plain]
+        if self.changed:
+            seen = {modality.kind for modality, _ in given}
+            given += [(one, one.blank) for one in plain.values() if one.kind not in seen]
+        groups = dict[frozenset[str], tuple[Modality, list[Arrays]]]()
+        for modality, arrays in given:
+            groups.setdefault(frozenset(arrays), (modality, []))[1].append(arrays)
+        return {
+            name: torch.from_numpy(array)
+            for modality, each in groups.values()
+            for name, array in modality.join(each).items()
+        }
 
 
 TEXT_ALONE = ModelAttachments()
@@ -192,6 +214,19 @@ def _of(row: Sample, kind: str) -> Iterator[Loaded]:
     """The attachments of a kind in a sample."""
     found: Any = row.get("attachments", ())
     return (one for one in found if one.kind == kind)
+
+
+def _of_kind(ids: torch.Tensor, rows: list[Sample], kind: str, mine: slice) -> torch.Tensor:
+    """The ids of these tokens of the rows, (rows, tokens), with -1 for attachments of other kinds: their
+    tokens may be the same."""
+    made = ids.clone()
+    for number, row in enumerate(rows):
+        others: Any = row.get("attachments", ())
+        for one in others:
+            if one.kind != kind:
+                first, end = (max(0, place - mine.start) for place in (one.first, one.end))
+                made[number, first:end] = -1
+    return made
 
 
 def _of_part(

@@ -134,6 +134,8 @@ class Placed(NamedTuple):
     """Of its file."""
     meta: tuple[int, ...]
     """What its kind notes."""
+    start: int = 0
+    """Where its text begins in that of the conversation."""
 
 
 def attachment_table(placed: Iterable[tuple[Placed, int, int]]) -> Attachments:

@@ -127,7 +127,7 @@ class Rendered:
     weighted: bool = False
     """Whether turns have weights."""
     attachments: tuple[Placed, ...] = ()
-    """In the order of their places, of each kind."""
+    """In the order of their places."""
     coordinates: Located | None = None
     """What the coordinates in the text are; None: there are none."""
     objects: Objects | None = None
@@ -140,8 +140,11 @@ class Rendered:
         attachments that they stand for."""
         spans = [match.span() for match in re.finditer(re.escape(placeholder), self.text)]
         edits = [(*span, text) for span, text in zip(spans, texts, strict=True)]
-        made = self.with_edits(edits)
-        return replace(made, attachments=(*self.attachments, *attachments))
+        placed = (
+            one._replace(start=start) for one, (start, _) in zip(attachments, spans, strict=True)
+        )
+        both = sorted((*self.attachments, *placed), key=lambda one: one.start)
+        return replace(self, attachments=tuple(both)).with_edits(edits)
 
     def with_edits(self, edits: Sequence[tuple[int, int, str]]) -> Rendered:
         """The conversation with other texts in these places, which are in order: the start and end of
@@ -166,7 +169,8 @@ class Rendered:
             )
             for turn in self.turns
         ]
-        return replace(self, text=text, turns=turns)
+        attachments = (one._replace(start=moved(one.start)) for one in self.attachments)
+        return replace(self, text=text, turns=turns, attachments=tuple(attachments))
 
 
 def template_of(encoder: Encoder) -> ChatTemplate:
@@ -246,8 +250,11 @@ class ChatTemplate:
             raise RowError(f"the conversation {HALF_PAIR}") from None
         rendered = replace(rendered, objects=chat.objects)
         kinds = [modality.kind for modality, _ in chat.attached]
+        # Before the tokens of one kind, which may be those of another, stand in the text
         for modality, sources in chat.attached:
-            rendered = modality.expand(rendered, sources, kinds)
+            modality.check(rendered.text, len(sources), kinds)
+        for modality, sources in chat.attached:
+            rendered = modality.expand(rendered, sources)
         weighted = chat.weights is not None or chat.part_weights is not None
         return replace(rendered, weight=chat.weight, weighted=weighted)
 
@@ -948,18 +955,17 @@ def _common(first: str, second: str) -> str:
 def _attachments_of(modalities: Sequence[Modality], ids: Ids, rendered: Rendered) -> Attachments:
     """The attachments of a conversation in the document with these ids. Raises RecipeError if they
     have other tokens than their texts."""
-    placed = list[tuple[Placed, int, int]]()
-    for modality in modalities:
-        found = [one for one in rendered.attachments if one.source.kind == modality.kind]
-        at = np.flatnonzero(np.isin(ids, modality.token_ids))
-        ends = np.cumsum([one.tokens for one in found], dtype=np.int64)
-        if len(at) != ends[-1:].sum():
-            what = f"{len(at)} tokens of {modality.nouns}, where the text has {ends[-1:].sum()}"
-            tokenizer = type(hugging_face_tokenizer(modality.processor)).__name__
-            raise RecipeError(f"{modality.nouns}: {tokenizer}: {what}")
-        for one, last in zip(found, ends - 1, strict=True):
-            placed.append((one, int(at[last - one.tokens + 1]), int(at[last]) + 1))
-    return attachment_table(sorted(placed, key=lambda each: each[1]))
+    at = np.flatnonzero(np.isin(ids, [id for one in modalities for id in one.token_ids]))
+    ends = np.cumsum([one.tokens for one in rendered.attachments], dtype=np.int64)
+    if len(at) != ends[-1:].sum():
+        nouns = " and ".join(modality.nouns for modality in modalities)
+        what = f"{len(at)} tokens of {nouns}, where the text has {ends[-1:].sum()}"
+        tokenizer = type(hugging_face_tokenizer(modalities[0].processor)).__name__
+        raise RecipeError(f"{nouns}: {tokenizer}: {what}")
+    return attachment_table(
+        (one, int(at[last - one.tokens + 1]), int(at[last]) + 1)
+        for one, last in zip(rendered.attachments, ends - 1, strict=True)
+    )
 
 
 def _marked_turns(

@@ -76,6 +76,12 @@ class AttachmentProcessor(ABC):
         self._kept: dict[tuple[int, bool], Processed] = {}
         """The attachments that were read last, oldest first, by the checksums of their files."""
 
+    def _image_token_ids(self, config: Any) -> list[int]:
+        # Those of the model, too: that of Ovis2's processor stands for an image in texts only
+        of_model = [getattr(config, name, None) for name in _IMAGE_TOKENS]
+        known = [*self._processor.image_token_ids, *of_model]
+        return list(dict.fromkeys(number for number in known if number is not None))
+
     @functools.cached_property
     def _token_texts(self) -> list[str]:
         texts: list[str] = self._tokenizer.convert_ids_to_tokens(self.token_ids)
@@ -151,40 +157,43 @@ class AttachmentProcessor(ABC):
             joined[name] = made[None] if self._in_lists else made
         return joined
 
-    def expand(
-        self,
-        rendered: Rendered,
-        sources: list[Any],
-        kinds: Collection[str],
-        coordinates: Unit | None = None,
-    ) -> Rendered:
-        """See `Modality.expand`. coordinates: images.coordinates. Raises RowError, and RecipeError if
-        the model's coordinates are not known."""
-        nouns, text = ATTACHMENTS[self.kind], rendered.text
-        spans = [match.span() for match in re.finditer(re.escape(self.placeholder), text)]
-        others = [each for each in self._token_texts if each in text and each != self.placeholder]
-        if len(spans) != len(sources) or others:
+    def check(self, text: str, count: int, kinds: Collection[str]) -> None:
+        """See `Modality.check`."""
+        nouns, found = ATTACHMENTS[self.kind], text.count(self.placeholder)
+        known = {kind: getattr(self._processor, f"{kind}_token", None) for kind in ATTACHMENTS}
+        placeholders = (self.placeholder, *known.values())
+        others = [each for each in self._token_texts if each in text and each not in placeholders]
+        if found != count or others:
             written = others[0] if others else self.placeholder
             what = f"the text of the conversation holds {written}, which stands for {nouns}; "
             what += f"remove it; <{self.kind}> is the place of {with_article(self.kind)} of the "
             what += "row's column"
-            if len(spans) < len(sources):
-                what = f"the chat template shows {len(spans)} of {len(sources)} {nouns}; set "
+            if found < count:
+                what = f"the chat template shows {found} of {count} {nouns}; set "
                 what += "data.chat_template to one that shows them"
             raise RowError(what)
         for kind in ATTACHMENTS.keys() - {*kinds}:
-            other = getattr(self._processor, f"{kind}_token", None)
+            other = known[kind]
             if isinstance(other, str) and other in text:
                 of_kind = ATTACHMENTS[kind]
                 what = f"the text of the conversation holds {other}, which stands for {of_kind}; "
                 raise RowError(
                     f"{what}remove it; {typed(f'{of_kind}.train', 'none')} trains on them"
                 )
+
+    def expand(
+        self, rendered: Rendered, sources: list[Any], coordinates: Unit | None = None
+    ) -> Rendered:
+        """See `Modality.expand`, after `check`. coordinates: images.coordinates. Raises RowError, and
+        RecipeError if the model's coordinates are not known."""
         if not sources:
             return self._with_coordinates(rendered, [], coordinates)
         texts, placed, found = [], [], []
         in_bytes = self.pixel_table is not None  # only the text is needed here
-        for source, (start, _) in zip(sources, spans, strict=True):
+        starts = [
+            match.start() for match in re.finditer(re.escape(self.placeholder), rendered.text)
+        ]
+        for source, start in zip(sources, starts, strict=True):
             made, checksum = self.read(source, in_bytes=in_bytes)
             found.append((start, made))
             texts.append(made.text)
@@ -194,6 +203,7 @@ class AttachmentProcessor(ABC):
                     f"the text of {with_article(self.kind)} has none of the tokens that stand for "
                 )
                 name = type(self._processor).__name__
+                nouns = ATTACHMENTS[self.kind]
                 raise RecipeError(f"{nouns}: {name}: {what}{nouns}")
             placed.append(Placed(tokens, source, checksum, made.meta))
         rendered = self._with_coordinates(rendered, found, coordinates)
@@ -236,11 +246,7 @@ class ImageProcessor(AttachmentProcessor):
         self.placeholder = placeholder
         if max_pixels is not None:
             self._limit(max_pixels)
-        # Those of the model, too: that of Ovis2's processor stands for an image in texts only
-        of_model = [getattr(config, name, None) for name in _IMAGE_TOKENS]
-        known = [*self._processor.image_token_ids, *of_model]
-        known = list(dict.fromkeys(number for number in known if number is not None))
-        self.token_ids = known
+        self.token_ids = self._image_token_ids(config)
         self._kind: str = config.model_type
 
     def _limit(self, max_pixels: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -150,8 +150,8 @@ class RowImages(Modality):
                 if isinstance(section, dict) and isinstance(section.get("max_pixels"), int):
                     section["max_pixels"] = min(self.max_pixels, section["max_pixels"])
 
-    def expand(self, rendered: Rendered, sources: list[Any], kinds: Collection[str]) -> Rendered:
-        return self.loaded.expand(rendered, sources, kinds, self.coordinates)
+    def expand(self, rendered: Rendered, sources: list[Any]) -> Rendered:
+        return self.loaded.expand(rendered, sources, self.coordinates)
 
     def notes(self, found: Located) -> list[str]:
         if self.coordinates is None and found == Located():

@@ -91,10 +91,16 @@ class Modality(ABC):
     def of_export(cls, folder: Path, base: str | None) -> Self:
         """As of an exported model. base: that of an adapter."""
 
-    def expand(self, rendered: Rendered, sources: list[Any], kinds: Collection[str]) -> Rendered:
+    def check(self, text: str, count: int, kinds: Collection[str]) -> None:
+        """Raises RowError if the text of a conversation does not hold the placeholders of this number
+        of attachments, or holds other tokens that stand for attachments. kinds: those that rows may
+        have."""
+        self.loaded.check(text, count, kinds)
+
+    def expand(self, rendered: Rendered, sources: list[Any]) -> Rendered:
         """The conversation with the text of its attachments of this kind in the place of their
-        placeholders, and with these. kinds: those that rows may have. Raises RowError."""
-        return self.loaded.expand(rendered, sources, kinds)
+        placeholders, and with these. Raises RowError."""
+        return self.loaded.expand(rendered, sources)
 
     def notes(self, found: Located) -> list[str]:
         """What to say at the start of the coordinates in the texts of rows."""

@@ -33,18 +33,20 @@ from launcher.data.tokenizer_files import (
 from launcher.data.tokenizer_json import Json
 from launcher.data.video_files import Clip, Video
 from launcher.errors import RecipeError, RowError, first_line
-from launcher.libraries.families import VIDEO_PROCESSORS
+from launcher.libraries.families import FRAMES_ARE_IMAGES, VIDEO_PROCESSORS
 from launcher.sources.hub import model_folder
 
 _CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073]}
 _CLIP |= {"image_std": [0.26862954, 0.26130258, 0.27577711]}
 _HALF = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
-_MODES = {0: "nearest-exact", 2: "bilinear", 3: "bicubic"}
+_LANCZOS = "lanczos" if torch.__version__ >= "2.12" else "bicubic"
+"""Without it transformers takes the other one, too."""
+_MODES = {0: "nearest-exact", 1: _LANCZOS, 2: "bilinear", 3: "bicubic"}
 """Of torch's `interpolate`, by the numbers of Pillow's filters that processors name."""
 _FPS = 2.0
 """Where a processor takes all frames (Qwen2-VL): the rate of Qwen's own code."""
-_FRAMES = 32
-"""The same for LLaVA-OneVision: the frames of its authors' examples."""
+_SAMPLING = {"fps": "fps", "num_frames": "max_frames", "size": "video_size"}
+"""Settings that stand in a section of their own in files of SmolVLM2, and their names there."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Frames(ABC):
     """Settings that a file need not have: those of the class of transformers."""
     limits_pixels: ClassVar[bool] = False
     """Whether it has a limit of pixels (videos.max_pixels)."""
+    pixels: ClassVar[str] = "pixel_values_videos"
+    """The argument of the model with the values of pixels."""
 
     def __init__(self, settings: Mapping[str, Any], limits: Limits) -> None:
         """settings: of the processor's file. Raises RecipeError for limits that it does not have."""
@@ -119,8 +123,10 @@ class Frames(ABC):
         frames = torch.from_numpy(clip.frames).permute(0, 3, 1, 2).contiguous()
         if not self.settings["do_resize"]:
             return frames
-        size = self.size(len(frames), clip.height, clip.width)
-        if size == (clip.height, clip.width):
+        return self._scaled_to(frames, self.size(len(frames), clip.height, clip.width))
+
+    def _scaled_to(self, frames: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+        if size == tuple(frames.shape[-2:]):
             return frames
         mode = _MODES[self.settings["resample"]]
         smooth: Json = (
@@ -385,6 +391,8 @@ class Gemma4Frames(Frames):
 class OneSizeFrames(Frames):
     """LLaVA-OneVision: all frames are scaled to one size."""
 
+    frames: ClassVar[int] = 32
+    """Where a processor takes all frames: those of its authors' examples."""
     defaults: ClassVar[Json] = {
         **_CLIP,
         "size": {"height": 384, "width": 384},
@@ -393,7 +401,9 @@ class OneSizeFrames(Frames):
 
     def __init__(self, settings: Mapping[str, Any], limits: Limits) -> None:
         """See `Frames`."""
-        rate = {} if settings.get("fps") or settings.get("num_frames") else {"num_frames": _FRAMES}
+        rate = (
+            {} if settings.get("fps") or settings.get("num_frames") else {"num_frames": self.frames}
+        )
         super().__init__({**settings, **rate}, limits)
 
     def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
@@ -411,11 +421,100 @@ class OneSizeFrames(Frames):
         return {"pixel_values_videos": pixels[None].numpy()}
 
 
+class InternVLFrames(OneSizeFrames):
+    """InternVL: each frame is an image, and the frames are from the middles of parts of the video."""
+
+    frames = 8
+    defaults: ClassVar[Json] = {**OneSizeFrames.defaults, "initial_shift": True}
+    pixels = "pixel_values"
+
+    def choose(self, total: int, fps: float | None) -> Sequence[int]:
+        every = total / len(super().choose(total, fps))
+        shift = self.settings["initial_shift"]
+        first = every / 2 if shift is True else float(shift)
+        indices: list[int] = torch.arange(first, total, every).int().tolist()
+        return indices
+
+    def arrays(self, pixels: torch.Tensor) -> Arrays:
+        return {"pixel_values": pixels.numpy()}
+
+
+class SmolVLMFrames(Frames):
+    """SmolVLM2: each frame is an image, and is scaled twice."""
+
+    defaults: ClassVar[Json] = {
+        **_HALF,
+        "resample": 1,
+        "size": {"longest_edge": 4 * 364},
+        "max_image_size": {"longest_edge": 364},
+        "do_sample_frames": False,
+    }
+    pixels = "pixel_values"
+
+    def __init__(self, settings: Mapping[str, Any], limits: Limits) -> None:
+        """See `Frames`. Where the files give no frames: those of SmolVLM2's."""
+        own = {"fps": 1, "num_frames": 64} | {
+            key: value for key, value in settings.items() if value is not None
+        }
+        super().__init__(own, limits)
+        if limits.fps is not None:
+            self.settings["num_frames"] = min(own["num_frames"], limits.max_frames or math.inf)
+
+    def choose(self, total: int, fps: float | None) -> Sequence[int]:
+        """Long videos without their first and last second."""
+        rate, most = fps or 24, self.settings["num_frames"]
+        seconds = total / rate
+        count = max(1, min(round(self.settings["fps"] * seconds), most))
+        first, last = 0, total - 1
+        if seconds - 2 > most * self.settings["fps"] and int(rate) < int(total - rate):
+            first, last = int(rate), min(int(total - rate), last)
+        indices: list[int] = np.unique(np.linspace(first, last, count, dtype=int)).tolist()
+        return indices
+
+    def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        side = self.settings["max_image_size"]["longest_edge"]
+        return side, side
+
+    def scaled(self, clip: Clip) -> torch.Tensor:
+        """See `Frames`. Frame by frame: the first size may be much larger than the second."""
+        frames = torch.from_numpy(clip.frames).permute(0, 3, 1, 2)
+        if not self.settings["do_resize"]:
+            return frames.contiguous()
+        first = self._first_size(clip.height, clip.width)
+        second = self.size(1, clip.height, clip.width)
+        return torch.cat(
+            [
+                self._scaled_to(self._scaled_to(frame[None].contiguous(), first), second)
+                for frame in frames
+            ]
+        )
+
+    def _first_size(self, height: int, width: int) -> tuple[int, int]:
+        size = self.settings["size"]
+        if "longest_edge" not in size:
+            return size["height"], size["width"]
+        side = min(4096, size["longest_edge"])
+        # The shorter side is even
+        if width >= height:
+            shorter = int(side / (width / height))
+            return max(1, shorter + shorter % 2), side
+        shorter = int(side * (width / height))
+        return side, max(1, shorter + shorter % 2)
+
+    def arrays(self, pixels: torch.Tensor) -> Arrays:
+        made = {"pixel_values": pixels.numpy()}
+        if pixels.dtype != torch.uint8:  # as the processor's images
+            made["pixel_attention_mask"] = np.ones_like(made["pixel_values"][:, 0], dtype=np.int64)
+        return made
+
+
 PROCESSORS: dict[str, type[Frames]] = {
     "Gemma4VideoProcessor": Gemma4Frames,
+    "InternVLVideoProcessor": InternVLFrames,
     "LlavaOnevisionVideoProcessor": OneSizeFrames,
     "Qwen2VLVideoProcessor": Qwen2Frames,
     "Qwen3VLVideoProcessor": Qwen3Frames,
+    "SmolVLMVideoProcessor": SmolVLMFrames,
 }
 """By the class of transformers."""
 _SECTION = "video_processor"
@@ -425,21 +524,27 @@ _SECTION = "video_processor"
 def settings_of(files: Mapping[str, Json]) -> Json:
     """The settings of a video processor in the processor's files, by their names; empty: they have
     none. transformers looks for them in this order."""
-    nested = files.get(PROCESSOR_FILE, {}).get(_SECTION)
-    if isinstance(nested, dict):
-        return nested
-    return files.get(VIDEO_FILE) or files.get(IMAGE_FILE) or {}
+    found = files.get(PROCESSOR_FILE, {}).get(_SECTION)
+    if not isinstance(found, dict):
+        found = files.get(VIDEO_FILE) or files.get(IMAGE_FILE) or {}
+    sampling = found.get("video_sampling")
+    if not isinstance(sampling, dict):
+        return found
+    own = {key: sampling.get(name) for key, name in _SAMPLING.items()}
+    size = found.get("size") or own["size"]  # in this order, as in transformers
+    return found | own | {"size": size}
 
 
 def set_settings(files: dict[str, Json], changes: Json) -> None:
     """Changes the settings of a video processor in the processor's files. Those that it shares with
     images get a file of their own."""
-    nested = files.get(PROCESSOR_FILE, {}).get(_SECTION)
-    if isinstance(nested, dict):
-        nested |= changes
-        return
-    own = files.setdefault(VIDEO_FILE, dict(files.get(IMAGE_FILE, {})))
+    own = files.get(PROCESSOR_FILE, {}).get(_SECTION)
+    if not isinstance(own, dict):
+        own = files.setdefault(VIDEO_FILE, dict(files.get(IMAGE_FILE, {})))
     own |= changes
+    if isinstance(sampling := own.get("video_sampling"), dict):
+        read = {name: changes[key] for key, name in _SAMPLING.items() if key in changes}
+        own["video_sampling"] = sampling | read
 
 
 def _class_of(settings: Json, model_type: str) -> str:
@@ -487,6 +592,8 @@ class VideoProcessor(AttachmentProcessor):
         processor.video_processor = SimpleNamespace(**self.frames.settings)
         self.placeholder = placeholder
         self.token_ids = [self._tokenizer.convert_tokens_to_ids(placeholder)]
+        if config.model_type in FRAMES_ARE_IMAGES:
+            self.token_ids = self._image_token_ids(config)
         self._timed = kind == "Qwen2_5_VLProcessor"
         """Whether positions follow seconds."""
 
@@ -512,8 +619,8 @@ class VideoProcessor(AttachmentProcessor):
             frames_indices=list(clip.indices),
         )
         about = {**arrays, "video_metadata": [metadata]}
-        if "num_frames" in arrays:
-            about["pixel_values_videos"] = arrays["pixel_values_videos"][None]
+        if (frames := arrays[self.frames.pixels]).ndim == 4:
+            about[self.frames.pixels] = about["pixel_values_videos"] = frames[None]
         text = self._processor.replace_video_token(about, 0)
         arrays.pop("num_soft_tokens_per_video", None)
         seconds = np.float32(0)
@@ -535,7 +642,7 @@ class VideoProcessor(AttachmentProcessor):
     def join(self, attachments: list[Arrays]) -> Arrays:
         """The arrays of several videos. Raises RowError if the model takes only videos with one number
         of frames together."""
-        shapes = {one["pixel_values_videos"].shape[1:] for one in attachments}
+        shapes = {one[self.frames.pixels].shape[1:] for one in attachments}
         if len(shapes) > 1:
             what = "transformers takes videos of one number of frames together for this model"
             raise RowError(f"{what}; show one video, or set videos.max_frames")

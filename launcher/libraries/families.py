@@ -184,6 +184,7 @@ TEXT_POSITIONS_FIRST = ("qwen2_5_vl",)
 """Types that make masks from text positions, which stand before those of time, height and width."""
 VIDEO_PROCESSORS = {
     "gemma4": "Gemma4VideoProcessor",
+    "internvl": "InternVLVideoProcessor",
     "llava_onevision": "LlavaOnevisionVideoProcessor",
     "qwen2_vl": "Qwen2VLVideoProcessor",
     "qwen2_5_vl": "Qwen2VLVideoProcessor",
@@ -191,8 +192,11 @@ VIDEO_PROCESSORS = {
     "qwen3_5_moe": "Qwen3VLVideoProcessor",
     "qwen3_vl": "Qwen3VLVideoProcessor",
     "qwen3_vl_moe": "Qwen3VLVideoProcessor",
+    "smolvlm": "SmolVLMVideoProcessor",
 }
 """The class of the video processor of a model whose files name none, by its type."""
+FRAMES_ARE_IMAGES = ("internvl", "smolvlm")
+"""Types of models that take each frame of a video as an image, with the tokens of images."""
 COORDINATES: dict[str, Literal["pixels", "thousandths"]] = {
     "qwen2_vl": "thousandths",
     "qwen2_5_vl": "pixels",

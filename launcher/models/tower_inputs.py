@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from launcher.libraries.families import FRAMES_ARE_IMAGES
 from launcher.libraries.private import attention_implementation, without_block_mask
 from launcher.models.description import Config
 
@@ -370,6 +371,24 @@ class Tiles(OneSize):
 
 
 @dataclass(frozen=True)
+class ShuffledTiles(OneSize):
+    """InternVL: an image is divided into tiles of one size, and the features of several patches become
+    a token. For a plan each tile is an image of its own."""
+
+    @classmethod
+    def of(cls, config: Config) -> ShuffledTiles | None:
+        vision = config.vision_config
+        (size, width), (patch, other) = vision.image_size, vision.patch_size
+        if vision.model_type != "internvl_vision" or size != width or patch != other:
+            return None
+        return cls(size, patch, round((size // patch * config.downsample_ratio) ** 2))
+
+    @property
+    def _image_patches(self) -> int:
+        return super()._image_patches + 1  # the token of the whole image
+
+
+@dataclass(frozen=True)
 class PaddedPatches(TowerForm):
     """Gemma 4: images keep their shapes, are scaled to at most so many patches, and padded to that
     number."""
@@ -536,6 +555,7 @@ FORMS: dict[str, type[TowerForm]] = {
     "gemma3": OneSize,
     "gemma4": PaddedPatches,
     "idefics3": Tiles,
+    "internvl": ShuffledTiles,
     "llava": OneSize,
     "mistral3": PaddedImages,
     "qwen2_5_vl": PatchGrid,
@@ -551,6 +571,7 @@ FORMS: dict[str, type[TowerForm]] = {
 
 VIDEO_FORMS: dict[str, type[TowerForm]] = {
     "gemma4": PaddedFrames,
+    "internvl": ShuffledTiles,
     "llava_onevision": PooledFrames,
     "qwen2_5_vl": VideoGrid,
     "qwen2_vl": VideoGrid,
@@ -558,6 +579,7 @@ VIDEO_FORMS: dict[str, type[TowerForm]] = {
     "qwen3_5_moe": VideoGrid,
     "qwen3_vl": VideoGrid,
     "qwen3_vl_moe": VideoGrid,
+    "smolvlm": Tiles,
 }
 """The same for videos."""
 
@@ -602,6 +624,15 @@ TOWERS = {
     ),
 }
 """By the kind of attachments (`launcher/sources/layouts.py`)."""
+
+
+def tower_kind(config: Config, kind: str) -> TowerKind:
+    """What transformers calls what a model with this config has for a kind of attachments."""
+    about = TOWERS[kind]
+    if kind == "video" and config.model_type in FRAMES_ARE_IMAGES:
+        images = TOWERS["image"]
+        return replace(about, features=images.features, token=images.token)
+    return about
 
 
 def is_of_tower(name: str, kinds: Collection[str]) -> bool:
@@ -662,7 +693,7 @@ class TowerInputs:
         pixel_table: npt.NDArray[np.float32] | None = None,
     ) -> dict[str, Any]:
         """`tower`, the arguments of `TowerForm.features`, and `positions`, those of the tokens in the
-        flattened rows. ids: (rows, tokens). pixel_table: for pixels in uint8; it is
+        flattened rows. ids: (rows, tokens), in which no other kind has these tokens. pixel_table: for pixels in uint8; it is
         among the arguments then, for `normalized`."""
         made = self.form.arguments(arrays)
         if pixel_table is not None:

@@ -30,6 +30,7 @@ from launcher.models.tower_inputs import (
     form_of,
     is_of_tower,
     normalized,
+    tower_kind,
 )
 from launcher.sources.layouts import ATTACHMENTS
 
@@ -68,7 +69,7 @@ def use_towers(
             raise RecipeError(f"{section}: {what}")
         if not takes_attachments(model, kind):
             what = f"{name} takes no {section}; remove the section, or give a model that does"
-            if hasattr(model.base_model, TOWERS[kind].features):
+            if hasattr(model.base_model, tower_kind(model.config, kind).features):
                 known = ", ".join(TOWERS[kind].families or ())
                 what = f"rows with {section} are not supported for {name}, but for {known}"
             raise RecipeError(f"{section}: {what}")
@@ -85,8 +86,11 @@ def use_towers(
 
 def takes_attachments(model: nn.Module, kind: str) -> bool:
     """Whether a model takes attachments of a kind, in a way that is known."""
-    about, config = TOWERS[kind], getattr(model, "config", None)
-    known = about.families is None or getattr(config, "model_type", None) in about.families
+    config = getattr(model, "config", None)
+    if config is None:
+        return False
+    about = tower_kind(config, kind)
+    known = about.families is None or config.model_type in about.families
     return known and hasattr(model.base_model, about.features)
 
 
@@ -109,7 +113,7 @@ def _without_gradient(
         if form is not None:
             features = form.features(tower, arguments)
         else:
-            run = getattr(tower, TOWERS[kind].features)
+            run = getattr(tower, tower_kind(model.config, kind).features)
             features = vars(run(**arguments, return_dict=True))
         torch.autograd.backward(_sum_of_features(features))
     except (
@@ -142,7 +146,7 @@ def token_types(model: nn.Module) -> str | None:
 def features_of(model: Any, kind: str, arrays: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """The features of the attachments in the processor's arrays, by transformers' own method of the
     model."""
-    run = getattr(model.base_model, TOWERS[kind].features)
+    run = getattr(model.base_model, tower_kind(model.config, kind).features)
     found = run(**arrays, return_dict=True).pooler_output
     return [found] if isinstance(found, torch.Tensor) else list(found)
 
@@ -198,7 +202,7 @@ def _tower_inputs(model: PreTrainedModel, kind: str) -> TowerInputs | None:
     form = form_of(model.config, kind)
     if form is None:
         return None
-    token = getattr(model.config, TOWERS[kind].token)
+    token = getattr(model.config, tower_kind(model.config, kind).token)
     return TowerInputs(token, form, _operations(model, form, kind))
 
 
@@ -236,7 +240,7 @@ class Tower:
 
     def __init__(self, model: PreTrainedModel, kind: str) -> None:
         self._base: Any = model.base_model
-        self._method = TOWERS[kind].features
+        self._method = tower_kind(model.config, kind).features
         own = inspect.signature(getattr(self._base, self._method)).parameters
         self.takes = frozenset(own) - {"kwargs", "return_dict"}
         """The arrays of a processor that it takes."""
@@ -252,17 +256,19 @@ class Tower:
         """See `features_kept`."""
         run = getattr(self._base, self._method)
         self._kept = []
-        # transformers' own forward method calls it
-        setattr(
-            self._base,
-            self._method,
-            lambda *args, **options: self._once(lambda: run(*args, **options)),
-        )
+        replaced = self.inputs is None  # transformers' own forward method calls it
+        if replaced:
+            setattr(
+                self._base,
+                self._method,
+                lambda *args, **options: self._once(lambda: run(*args, **options)),
+            )
         try:
             yield
         finally:
             self._kept = None
-            delattr(self._base, self._method)  # the method of its class stays
+            if replaced:
+                delattr(self._base, self._method)  # the method of its class stays
 
     def _once(self, run: Callable[[], Any]) -> Any:
         """The features that `run` returns; within `kept` those of the first call."""

@@ -25,6 +25,7 @@ from launcher.training.setup import assemble
 from tests.distributed.launching import end_worker
 from tests.distributed.recurrent_worker import train
 from tests.image_models import FAMILIES, MORE, make_image, make_model, reference_processor
+from tests.reference_videos import inputs_of as of_processor
 from tests.reference_videos import reference_of, whole
 from tests.run_files import write_lines
 from tests.video_files import make_video
@@ -85,6 +86,12 @@ VIDEO_CASES = {
     "qwen3_vl_moe videos fsdp": [FSDP],
     "gemma4 videos fsdp": [FSDP],
     "llava_onevision videos fsdp": [FSDP],
+    "internvl videos fsdp": [FSDP],
+    "internvl videos ddp padded": ["strategy.kind=ddp", *PADDED],
+    "internvl videos context": [FSDP, CONTEXT, "batch.global_batch_size=2"],
+    "smolvlm videos fsdp": [FSDP],
+    "smolvlm videos fsdp checkpointing": [FSDP, FULL],
+    "smolvlm videos context": [FSDP, CONTEXT, "batch.global_batch_size=2"],
     "qwen2_5_vl videos ddp padded": ["strategy.kind=ddp", *PADDED],
     "qwen3_vl videos none alone": [FSDP, "videos.train=none", "images=null"],
     "qwen2_5_vl videos context": [FSDP, CONTEXT, "batch.global_batch_size=2"],
@@ -102,7 +109,7 @@ CASES |= {f"{family} fsdp": [FSDP] for family in MORE}
 LONGEST = {"gemma4": 480, "idefics3": 240, "smolvlm": 240, "llava_next": 300, "ovis2": 300}
 LONGEST |= {"llava_onevision": 300, "aya_vision": 300}
 LONGEST_VIDEOS = {"gemma4": 1400, "llava_onevision": 300, "qwen3_vl": 320, "qwen3_5": 320}
-LONGEST_VIDEOS |= {"qwen3_vl_moe": 320}
+LONGEST_VIDEOS |= {"qwen3_vl_moe": 320, "smolvlm": 800, "internvl": 320}
 """Tokens of a row, where images have more than 160 tokens."""
 PROJECTORS = ("merger", "projector", "connector", "embed_vision")
 
@@ -174,11 +181,11 @@ def inputs_of(row, folder, processor, *, prompt=False):
         messages, tokenize=False, add_generation_prompt=prompt
     )
     opened = [Image.open(folder / name).convert("RGB") for name in images]
-    given = {}
+    given = {"text": [text]}
     if videos := [whole(folder / name) for name in row.get("videos", ())]:
-        given = {"videos": [frames for frames, _ in videos], "do_sample_frames": True}
+        given |= {"videos": [frames for frames, _ in videos], "do_sample_frames": True}
         given |= {"video_metadata": [about for _, about in videos]}
-    made = processor(images=opened or None, text=[text], return_tensors="pt", **given)
+    made = of_processor(processor, images=opened, **given)
     ids = made["input_ids"][0]
     begin, end = processor.tokenizer.convert_tokens_to_ids(["<|assistant|>", "<|end|>"])
     targets = torch.full_like(ids, -100)
@@ -236,7 +243,7 @@ def answer(model, row, folder, processor):
     made, _ = inputs_of(row | {"messages": row["messages"][:1]}, folder, processor, prompt=True)
     suppressed = [*processor.image_token_ids]
     if "videos" in row:
-        suppressed.append(processor.video_token_id)
+        suppressed += processor.video_token_ids
     tokens = model.generate(
         **made,
         max_new_tokens=5,

@@ -340,6 +340,8 @@ def test_towers_of_images_have_no_unexpected_waits(null_gpus, tmp_path):
         "gemma4_frozen": frozen,
         "idefics3_all": [],
         "idefics3_frozen": frozen,
+        "internvl_all": [],
+        "internvl_frozen": frozen,
         "mistral3_all": [],
         "mistral3_frozen": frozen,
         "smolvlm_all": [],

@@ -23,7 +23,7 @@ from tests.image_models import (
     reference_processor,
     skip_without_packages,
 )
-from tests.reference_videos import reference_of, whole
+from tests.reference_videos import inputs_of, reference_of, whole
 from tests.unit.models.test_export import (
     create_checkpoint,
     export_model,
@@ -264,11 +264,11 @@ def reference_answer(model, processor, messages, images, count=5, videos=()):
     tokenizer = processor.tokenizer
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     opened = [Image.open(file).convert("RGB") for file in images]
-    options = {"return_tensors": "pt", "add_special_tokens": False}
+    options = {"add_special_tokens": False}
     if videos:
         frames, about = zip(*map(whole, videos), strict=True)
         options |= {"videos": [*frames], "video_metadata": [*about], "do_sample_frames": True}
-    made = processor(images=opened or None, text=[text], **options)
+    made = inputs_of(processor, images=opened, text=[text], **options)
     ends = [tokenizer.eos_token_id]
     options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": ends}
     ids = model.generate(**made, **options, pad_token_id=ends[0])[0].tolist()
@@ -307,7 +307,9 @@ def test_images_are_shown_as_transformers_shows_them(pictures, talk, generated, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma4", "llava_onevision"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", "qwen3_vl", "gemma4", "llava_onevision", "internvl", "smolvlm"]
+)
 def test_videos_are_shown_as_transformers_shows_them(pictures, talk, generated, family):
     """A video beside an image, and another one in the next message."""
     skip_without_packages(family)

@@ -69,7 +69,10 @@ class Clips(Modality):
     def limit_files(self, files):
         raise AssertionError
 
-    def expand(self, rendered, sources, kinds):
+    def check(self, text, count, kinds):
+        assert text.count(CLIP) == count
+
+    def expand(self, rendered, sources):
         counts = [int(source.read()) for source in sources]
         placed = [
             Placed(count, source, source.checksum(source.read()), (count, 1, 1))

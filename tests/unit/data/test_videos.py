@@ -25,11 +25,13 @@ from launcher.objectives.next_token import NextToken
 from launcher.recipe.schema import Data
 from launcher.sources.rows import Row, SourcePart
 from tests.image_models import make_image, make_model, skip_without_packages
+from tests.reference_videos import inputs_of as of_processor
 from tests.reference_videos import reference_of, video_processor, whole
 from tests.run_files import write_lines
 from tests.video_files import make_video, moving_frames, write_video
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma4", "llava_onevision")
+FAMILIES += ("internvl", "smolvlm")
 OLD = transformers.__version__.startswith("5.17.")
 ANSWER = {"role": "assistant", "content": "A thing."}
 CLIPS = {
@@ -97,12 +99,11 @@ def inputs_of(folder, row, processor, **options):
     shown = [whole(folder / part["video"]) for part in parts if part["type"] == "video"]
     images = [folder / part["path"] for part in parts if part["type"] == "image"]
     written = processor.tokenizer.apply_chat_template(row["messages"], tokenize=False)
-    given = {"images": [transformers.image_utils.load_image(str(each)) for each in images]}
-    given |= {"videos": [frames for frames, _ in shown]}
     if shown:
-        options |= {"video_metadata": [about for _, about in shown], "do_sample_frames": True}
-    given = {name: each for name, each in given.items() if each}
-    return processor(text=[written], return_tensors="pt", **given, **options)
+        options |= {"videos": [frames for frames, _ in shown], "do_sample_frames": True}
+        options |= {"video_metadata": [about for _, about in shown]}
+    opened = [transformers.image_utils.load_image(str(each)) for each in images]
+    return of_processor(processor, images=opened, text=[written], **options)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -130,6 +131,9 @@ def test_tokens_and_pixels_are_those_of_the_processor(folder, family):
             arrays.append(read[0].arrays)
         for name, array in modality.join(arrays).items() if arrays else ():
             wanted = made[name].numpy()
+            if family in ("internvl", "smolvlm"):  # whose frames follow the tiles of images
+                frames = family == "smolvlm"  # the dimension of frames and tiles
+                wanted = np.take(wanted, range(-array.shape[frames], 0), axis=int(frames))
             assert np.array_equal(array, wanted.astype(array.dtype)), name
 
 
@@ -138,8 +142,9 @@ def test_pixels_in_bytes_become_the_same_values(folder, family):
     skip_without_packages(family)
     processor = VideoProcessor(str(model_in(folder, family)), Limits())
     opened = Video.of((folder / "odd.mkv").read_bytes())
-    in_bytes = processor.process(opened, in_bytes=True).arrays["pixel_values_videos"]
-    wanted = processor.process(opened).arrays["pixel_values_videos"]
+    pixels = processor.frames.pixels
+    in_bytes = processor.process(opened, in_bytes=True).arrays[pixels]
+    wanted = processor.process(opened).arrays[pixels]
     table = processor.pixel_table
     assert in_bytes.dtype == np.uint8
     if family == "gemma4":  # whose colours have the same values, and stand last
@@ -163,6 +168,12 @@ CHOICES = [
      {"cap_pixels_per_frame": True, "max_video_tokens": 6}),
     ("Gemma4VideoProcessor", {"num_frames": 5}, {"max_frames": 5}, {}),
     ("LlavaOnevisionVideoProcessor", {"fps": 2}, {"fps": 2.0}, {}),
+    ("InternVLVideoProcessor", {"num_frames": 5}, {"max_frames": 5}, {}),
+    ("InternVLVideoProcessor", {"fps": 7}, {"fps": 7.0}, {"size": {"height": 56, "width": 56}}),
+    ("InternVLVideoProcessor", {"num_frames": 4}, {"max_frames": 4}, {"initial_shift": False}),
+    ("SmolVLMVideoProcessor", {"fps": 1, "num_frames": 64}, {}, {}),
+    ("SmolVLMVideoProcessor", {"fps": 9, "num_frames": 3}, {"fps": 9.0, "max_frames": 3},
+     {"max_image_size": {"longest_edge": 70}, "size": {"longest_edge": 90}}),
 ]  # fmt: skip
 
 
@@ -181,8 +192,9 @@ def test_frames_and_sizes_are_those_of_transformers(name, given, limits, setting
         assert list(mine.choose(total, fps)) == indices, total
         clip = Clip(frames[indices], tuple(indices), total, fps)
         arrays = mine.arrays(mine.normalized(mine.scaled(clip)))
-        wanted = made["pixel_values_videos"]
-        assert np.array_equal(arrays["pixel_values_videos"], np.asarray(wanted)), total
+        wanted = np.asarray(made[mine.pixels if mine.pixels in made else "pixel_values_videos"])
+        found = arrays[mine.pixels]
+        assert np.array_equal(found, wanted.reshape(found.shape)), total
 
 
 def test_values_of_torchvision():
@@ -194,11 +206,17 @@ def test_values_of_torchvision():
         ("Gemma4VideoProcessor", {"num_frames": 8}, 1488712.690970),
         ("LlavaOnevisionVideoProcessor", {"num_frames": 8, "size": {"height": 56, "width": 56}},
          -238.305845),
+        ("InternVLVideoProcessor", {"num_frames": 8, "size": {"height": 56, "width": 56}},
+         -101.285289),
+        ("SmolVLMVideoProcessor", {"fps": 3, "size": {"longest_edge": 300},
+                                   "max_image_size": {"longest_edge": 112}}, -39847.020728),
     ):  # fmt: skip
+        if name == "SmolVLMVideoProcessor" and torch.__version__ < "2.12":
+            continue  # without Lanczos
         mine = PROCESSORS[name](settings, Limits())
         indices = list(mine.choose(40, 12.5))
         clip = Clip(frames[indices], tuple(indices), 40, 12.5)
-        made = mine.arrays(mine.normalized(mine.scaled(clip)))["pixel_values_videos"]
+        made = mine.arrays(mine.normalized(mine.scaled(clip)))[mine.pixels]
         assert made.astype(np.float64).sum() == pytest.approx(expected, abs=1e-5), name
 
 
@@ -228,6 +246,45 @@ def test_positions_are_those_of_the_model(folder, family):
         ]  # fmt: skip
         positions = grid_positions(np.arange(len(found.ids)), places)
         assert np.array_equal(positions, wanted[:, 0].numpy())
+
+
+def test_a_video_is_described_by_its_own_frames(folder):
+    """SmolVLM's text names their number; of several videos in a row transformers names the largest."""
+    skip_without_packages("smolvlm")
+    source = shutil.copytree(model_in(folder, "smolvlm"), folder / "smolvlm5", dirs_exist_ok=True)
+    settings = json.loads((source / "video_preprocessor_config.json").read_text())
+    settings["video_sampling"]["max_frames"] = 5
+    (source / "video_preprocessor_config.json").write_text(json.dumps(settings))
+    [found] = encoded(folder, [asked(video("short"), video("wide"))], "smolvlm5")
+    written = reference_of(source).tokenizer.decode(found.ids)
+    for count, seconds in (("three", 1), ("five", 4)):
+        assert f"series of {count} frames from a 0:00:0{seconds} [H:MM:SS] video" in written
+    assert written.count("Frame from 00:0") == 8
+
+
+@pytest.mark.parametrize("family", ["internvl", "smolvlm"])
+@pytest.mark.parametrize(
+    ("kinds", "words", "expected"),
+    [
+        ("video", "{image}", "stands for images; remove it; images.train=none trains on them"),
+        ("image", "<video>", "stands for videos; remove it; videos.train=none trains on them"),
+        ("both", "{image}", "stands for images; remove it; <image> is the place of an image of"),
+    ],
+)
+def test_tokens_of_images_are_not_written_beside_videos(folder, family, kinds, words, expected):
+    """Videos have the tokens of images. `<video>` is the place of a video of the row's column, so the
+    row needs that section for it."""
+    skip_without_packages(family)
+    name = str(model_in(folder, family))
+    images, videos = kinds_of(name)
+    modalities = {"video": (videos,), "image": (images,), "both": (images, videos)}[kinds]
+    shown = video("short") if kinds != "image" else {"type": "image", "path": "still.png"}
+    token = {"internvl": "<IMG_CONTEXT>", "smolvlm": "<image>"}[family]
+    if kinds == "both" and family == "smolvlm":
+        expected = "<image> in a text is the place of an image"
+    row = asked(shown, text(words.format(image=token)))
+    [found] = encoded(folder, [row], family, modalities=modalities)
+    assert expected in found.problem
 
 
 def test_forms_of_rows_are_the_same(folder):
@@ -381,7 +438,7 @@ def test_limits_that_a_model_does_not_have(folder):
         ),
         ("gemma4", {"max_pixels": 100}, "videos.max_pixels: the processor of this model has no"),
         ("llava_onevision", {"max_pixels": 100}, "videos.max_pixels: the processor of this model"),
-        ("internvl", {}, "rows with videos are not supported for models of type internvl, but for"),
+        ("internvl", {"max_pixels": 100}, "videos.max_pixels: the processor of this model"),
         (
             "glm4v",
             {},
@@ -465,8 +522,10 @@ def test_an_exported_processor_takes_the_same_frames(folder, tmp_path, family, l
     skip_without_packages(family)
     if family == "gemma4":
         limits = {key: value for key, value in limits.items() if key == "max_frames"}
-    if family == "llava_onevision":
+    if family in ("llava_onevision", "internvl"):
         limits = {key: value for key, value in limits.items() if key == "fps"}
+    if family == "smolvlm":
+        limits = {key: value for key, value in limits.items() if key != "max_pixels"}
     source = model_in(folder, family)
     modality = RowVideos(str(source), limits=Limits(**limits))
     files = read_processor(source)
@@ -481,19 +540,18 @@ def test_an_exported_processor_takes_the_same_frames(folder, tmp_path, family, l
     processor, mine = reference_of(exported), modality.loaded
     frames, about = whole(folder / "wide.mkv")
     made = processor(
-        videos=[frames], text=[processor.video_token], video_metadata=[about], return_tensors="np"
+        videos=[frames], text=[processor.video_token], video_metadata=[about], return_tensors="pt"
     )
-    wanted = mine.process(Video.of((folder / "wide.mkv").read_bytes()))
-    assert np.array_equal(made["pixel_values_videos"], wanted.arrays["pixel_values_videos"])
+    wanted, pixels = mine.process(Video.of((folder / "wide.mkv").read_bytes())), mine.frames.pixels
+    expected = wanted.arrays[pixels]
+    assert np.array_equal(made[pixels].reshape(expected.shape), expected)
     # As the launcher reads it, also beside an adapter, whose base has the model's own settings
     own = RowVideos.of_export(exported, None).loaded
     assert own.frames.settings["fps"] == mine.frames.settings["fps"]
     adapter = RowVideos.of_export(exported, str(source)).loaded
     clip = Video.of((folder / "wide.mkv").read_bytes())
     for other in (own, adapter):
-        assert np.array_equal(
-            other.process(clip).arrays["pixel_values_videos"], wanted.arrays["pixel_values_videos"]
-        )
+        assert np.array_equal(other.process(clip).arrays[pixels], expected)
 
 
 def test_a_missing_package_is_named(folder, monkeypatch):
