@@ -185,7 +185,7 @@ def flow_yaml(value: object) -> str:
         width=10**6,
         sort_keys=False,
     )
-    return text.removesuffix("...\n").strip()
+    return text.removesuffix("...\n").strip("\n")  # a text may end with other white space
 
 
 def as_override(key: str, value: object) -> str:

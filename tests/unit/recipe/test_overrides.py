@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as some
 
 from launcher.planner.candidates import overrides_between
@@ -12,6 +12,8 @@ from launcher.recipe.yaml_text import as_override, parse_yaml
 
 few = settings(max_examples=150, deadline=None, derandomize=True)
 TEXTS = some.text(some.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"]))
+# omegaconf, and not the YAML parser, reads an escaped interpolation
+TEXTS = TEXTS.filter(lambda text: "${" not in text)
 KEY = TEXTS.filter(str.isprintable)
 SCALARS = TEXTS | some.integers() | some.booleans() | some.none()
 SCALARS |= some.floats(allow_nan=False, allow_infinity=False)
@@ -25,6 +27,7 @@ VALUES = some.recursive(
 @pytest.mark.slow
 @few
 @given(value=VALUES)
+@example(value="\xa0")  # white space to Python, a letter to YAML
 def test_an_override_reads_as_its_value(value):
     _, _, text = as_override("key", value).partition("=")
     assert parse_yaml(text)[0] == value
