@@ -238,6 +238,8 @@ def test_forms_of_rows_are_the_same(folder):
     forms = [
         asked(video("short"), text("What?")),
         asked({"type": "video", "path": "short.mkv"}, text("What?")),
+        # As datasets writes parts with several keys as JSON
+        asked({**video("short"), "text": None, "image": None}, text("What?") | {"video": None}),
         asked({"type": "video_url", "video_url": {"url": "short.mkv"}}, text("What?")),
         asked({"type": "video"}, text("What?"), videos=["short.mkv"]),
         {"messages": marked, "videos": ["short.mkv"]},
@@ -374,6 +376,8 @@ def test_a_placeholder_of_videos_is_no_text(folder):
 def test_limits_that_a_model_does_not_have(folder):
     for family, limits, expected in (
         ("qwen2_5_vl", {"max_pixels": 100}, "videos.max_pixels: must be at least 3,136 for this"),
+        ("qwen2_5_vl", {"max_frames": 1}, "videos.max_frames: must be at least 2 for this model"),
+        ("qwen3_vl", {"max_frames": 1}, "videos.max_frames: must be at least 2 for this model"),
         (
             "gemma4",
             {"fps": 1.0},
