@@ -1,9 +1,11 @@
 """The `launcher` command: help, options in both styles, start of ranks."""
 
+import contextlib
 import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import types
@@ -23,6 +25,7 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.other_names import ABSENT, KEYS_BY_NAME, NAMES, NEEDLESS, OPTIONS, answer_to
 from launcher.reliability.run_directory import RunFolder
 from tests import REPOSITORY
+from tests.distributed.launching import free_port, wait_until
 
 GROUP: Any = typer.main.get_command(app)
 COMMANDS = GROUP.commands
@@ -348,6 +351,39 @@ def test_a_request_to_stop_reaches_the_ranks_though_the_console_is_gone():
         with open("/dev/full", "w") as full:
             ended = subprocess.run(command, stderr=full, timeout=300, check=False)
         assert ended.returncode == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["localhost", "nowhere.invalid"])
+def test_a_request_to_stop_ends_a_machine_that_waits_for_others(host, folder):
+    """In torchrun, and before machine 0 has an address: nothing else would end it for ten minutes."""
+    port = free_port()
+    command = ["train", "recipe=x.yaml", "run.device=cpu", "gpus=1", "nodes=2"]
+    command += ["node_rank=0", f"address={host}:{port}"]
+
+    def in_torchrun():
+        with contextlib.suppress(OSError), socket.create_connection(("localhost", port), 5):
+            return True
+        return False
+
+    with subprocess.Popen(
+        [*LAUNCHER, *command],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as waiting:
+        try:
+            if host == "localhost":
+                assert wait_until(in_torchrun, process=waiting)
+            else:
+                assert waiting.stdout.readline() == f"waiting for an address of {host}\n"
+            waiting.send_signal(signal.SIGTERM)
+            output, _ = waiting.communicate(timeout=120)
+        finally:
+            waiting.kill()
+    assert waiting.returncode == 75
+    assert "the other machines are not waited for" in output
 
 
 @pytest.mark.parametrize(
