@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -193,17 +195,31 @@ def _check_nodes(nodes: int | None, node_rank: int | None, address: str | None) 
     if node_rank is not None and node_rank >= nodes:
         raise RecipeError(f"node_rank={node_rank} must be less than nodes={nodes}")
     if address is not None:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        host, port = _host_and_port(address)
+        if not _is_host(host) or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise RecipeError(f"address={address} must be HOST:PORT, such as 10.0.0.1:29500")
     return nodes
+
+
+def _host_and_port(address: str) -> tuple[str, str]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), port
+
+
+def _is_host(text: str) -> bool:
+    """Whether it may be the name of a machine, or is an IP address: no machine waits for another
+    text to get an address."""
+    if ":" not in text:
+        return re.fullmatch(r"[\w.-]+", text) is not None
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.IPv6Address(text))
+    return False
 
 
 def _meeting(nodes: int, node_rank: int, address: str, run: str) -> list[str]:
     """Options of torchrun, with which the machines of a run find each other. Waits until the name
     of machine 0 has an address: a cluster may start that machine later than others."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
+    host, port = _host_and_port(address)
     for seconds in itertools.count():
         try:
             family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]

@@ -454,6 +454,9 @@ def test_train_starts_ranks(folder, monkeypatch, capsys):
         (["node_rank=0"], "node_rank is for several machines: add nodes=N"),
         (["nodes=1", "node_rank=1"], "node_rank=1 must be less than nodes=1"),
         (["nodes=1", "address=10.0.0.1"], "address=10.0.0.1 must be HOST:PORT"),
+        (["nodes=1", "address=tcp://a:1"], "address=tcp://a:1 must be HOST:PORT"),
+        (["nodes=1", "address=a:1,b:1"], "address=a:1,b:1 must be HOST:PORT"),
+        (["nodes=1", "address=10.0.0.1:1:1"], "address=10.0.0.1:1:1 must be HOST:PORT"),
         (["nodes=3", "node_rank=0", "address=h:1"], "8 (micro-batch) x 6 (ranks)"),
     ):
         assert main([*machines, *words]) == 2
