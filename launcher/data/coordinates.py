@@ -154,7 +154,9 @@ def converted(
         image, *others = _images_of(group, rendered, images, videos)
         if image is None or others:
             sizes = [f"{one.file[0]} x {one.file[1]}" for one in images]
-            what = f"after several images of different sizes ({', '.join(sizes)} pixels) could belong "
+            what = (
+                f"after several images of different sizes ({', '.join(sizes)} pixels) could belong "
+            )
             what += "to each of them"
             if image is None or None in others:
                 what = "could belong to a video, for which no numbers are converted"
