@@ -193,6 +193,8 @@ def _report(loaded: LoadedRecipe, machine: Machine, notes: list[str], asked: _As
             result = search.search_configurations(recipe, machine, keep_written=True)
     with progress("tracing a step"):
         planned = plan.make_plan(recipe, machine)
+    if isinstance(rows, Rows) and (why := sizes.why_no_row_fits(recipe, rows)):
+        notes, rows = [*notes, f"training refuses it: {why}"], why
     if isinstance(rows, Rows):
         try:
             sizes.check_repeats(recipe, sizes.run_length(recipe, rows).samples)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import itertools
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -44,6 +46,8 @@ from launcher.reliability.signals import (
 
 MEETING_SECONDS = 600
 """For which a machine waits for machine 0. torchrun waits as long for the others."""
+ALONE_SECONDS = 5
+"""After a request to stop, for the first rank: machines that have just met start their ranks."""
 
 
 def train(
@@ -101,7 +105,7 @@ def train(
         _check_gpus(gpus, recipe.run.device)
     run = RunFolder(Path(recipe.run.dir))
     run.note_found()
-    requests = _Requests(run=run, saves=recipe.checkpoint.saves)
+    requests = _Requests(run=run, saves=recipe.checkpoint.saves, nodes=nodes)
     if gpus is None:
         gpus = _visible_gpus(recipe.run.device)
         load_recipe(overrides, ranks=gpus * nodes)
@@ -191,17 +195,31 @@ def _check_nodes(nodes: int | None, node_rank: int | None, address: str | None) 
     if node_rank is not None and node_rank >= nodes:
         raise RecipeError(f"node_rank={node_rank} must be less than nodes={nodes}")
     if address is not None:
-        host, _, port = address.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        host, port = _host_and_port(address)
+        if not _is_host(host) or not port.isdecimal() or not 0 < int(port) < 2**16:
             raise RecipeError(f"address={address} must be HOST:PORT, such as 10.0.0.1:29500")
     return nodes
+
+
+def _host_and_port(address: str) -> tuple[str, str]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), port
+
+
+def _is_host(text: str) -> bool:
+    """Whether it may be the name of a machine, or is an IP address: no machine waits for another
+    text to get an address."""
+    if ":" not in text:
+        return re.fullmatch(r"[\w.-]+", text) is not None
+    with contextlib.suppress(ValueError):
+        return bool(ipaddress.IPv6Address(text))
+    return False
 
 
 def _meeting(nodes: int, node_rank: int, address: str, run: str) -> list[str]:
     """Options of torchrun, with which the machines of a run find each other. Waits until the name
     of machine 0 has an address: a cluster may start that machine later than others."""
-    host, _, port = address.rpartition(":")
-    host = host.strip("[]")
+    host, port = _host_and_port(address)
     for seconds in itertools.count():
         try:
             family, kind, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
@@ -230,14 +248,15 @@ def _meeting(nodes: int, node_rank: int, address: str, run: str) -> list[str]:
 class _Requests:
     """Passes requests to stop on to the ranks, and waits for them: torchrun's own handler would
     kill them after 30 seconds. A second SIGINT or SIGTERM, more than two seconds later, kills them
-    at once.
+    at once. A machine that waits for others has no ranks: a request ends it after
+    ALONE_SECONDS, because the others may come later than its platform waits, or never.
 
     Signals stay blocked from now on, in the ranks too: one that arrives before a rank has its
     handlers is not lost. torchrun would also end the ranks on SIGHUP under nohup.
     """
 
-    def __init__(self, *, run: RunFolder, saves: bool = True) -> None:
-        self._run, self._saves = run, saves
+    def __init__(self, *, run: RunFolder, saves: bool = True, nodes: int = 1) -> None:
+        self._run, self._saves, self._nodes = run, saves, nodes
         self.first: signal.Signals | None = None
         """The first request."""
         self._requests = requests_to_stop()
@@ -245,20 +264,27 @@ class _Requests:
         threading.Thread(target=self._forward, name="signals", daemon=True).start()
 
     def _forward(self) -> None:
-        repeats, signaled = Repeats(), set[int]()
+        repeats, signaled, since = Repeats(), set[int](), 0.0
         while True:
             number = next_signal(self._requests, 0.2)
             if number is not None:
                 if repeats.insists(number):
                     self._kill(number)
                 if self.first is None:
-                    self.first = number
+                    self.first, since = number, time.monotonic()
                     again = "; press again to stop now" if number == signal.SIGINT else ""
                     _say(f"{self._what_follows()}{again}")
             if self.first is not None:
                 new = set(_ranks()) - signaled  # restarted ones too
                 signaled |= new
                 _send(new, self.first)
+                alone = self._nodes > 1 and not signaled
+                if alone and time.monotonic() - since > ALONE_SECONDS:
+                    _say("no rank runs here, and the other machines are not waited for")
+                    status = _exit_status_of_run(
+                        EXIT_DONE, self._run, asked=True, nodes=self._nodes
+                    )
+                    os._exit(status)
 
     def _what_follows(self) -> str:
         """What the run does after a request, by what this start has written until now."""

@@ -99,9 +99,15 @@ class SizedImage(NamedTuple):
     """As the model sees it; None: not known."""
 
 
-def located(rendered: Rendered, images: Sequence[SizedImage], own: Unit | None) -> Located | None:
+def located(
+    rendered: Rendered,
+    images: Sequence[SizedImage],
+    own: Unit | None,
+    videos: Sequence[int] = (),
+) -> Located | None:
     """What the coordinates in a text could be; None: it has none, or they mean the same for the model
-    because their images keep their sizes. own: what the model was trained with; None: not known."""
+    because their images keep their sizes. own: what the model was trained with; None: not known.
+    videos: the places of videos in the text."""
     groups, unread = _groups_of(rendered)
     scaled = [image for image in images if image.file != image.seen]
     if not images or not (groups or unread) or (own != "thousandths" and not scaled):
@@ -110,9 +116,9 @@ def located(rendered: Rendered, images: Sequence[SizedImage], own: Unit | None) 
         return Located(unread_coordinates=1)
     fitting = dict.fromkeys(FORMS, 1)
     for group in groups:
-        image = _image_of(group, rendered, images)
+        image, *others = _images_of(group, rendered, images, videos)
         sides = {"thousandths": (1000, 1000), "fractions": (1, 1)}
-        if image is not None:
+        if image is not None and not others:
             sides["pixels_of_file"] = image.file
             sides["pixels_of_model"] = image.seen or (0, 0)
         for form in FORMS:
@@ -125,26 +131,37 @@ def located(rendered: Rendered, images: Sequence[SizedImage], own: Unit | None) 
     return Located(1, int(unread), **fitting, image_scales=scale)
 
 
-def converted(rendered: Rendered, images: Sequence[SizedImage], unit: Unit, own: Unit) -> Rendered:
+def converted(
+    rendered: Rendered,
+    images: Sequence[SizedImage],
+    unit: Unit,
+    own: Unit,
+    videos: Sequence[int] = (),
+) -> Rendered:
     """The conversation with its coordinates, which are in `unit`, as the model was trained with them.
     Numbers are whole ones, as Qwen's and InternVL's scripts of training data make them, within the
     image. The rest of the text stays as it is.
 
     A box belongs to the image in its own part of the conversation (a prompt, and the answer to it), or
-    in the one before. Raises RowError if several images of different sizes are there, and for numbers
-    that cannot be what `unit` says.
+    in the one before. Raises RowError if several images of different sizes or a video are there, and for
+    numbers that cannot be what `unit` says. videos: the places of videos in the text.
     """
     groups, unread = _groups_of(rendered)
-    if not images or not (groups or unread):
+    if not (images or videos) or not (groups or unread):
         return rendered
     edits = list[tuple[int, int, str]]()
     for group in groups:
-        image = _image_of(group, rendered, images)
-        if image is None:
+        image, *others = _images_of(group, rendered, images, videos)
+        if image is None or others:
             sizes = [f"{one.file[0]} x {one.file[1]}" for one in images]
+            what = (
+                f"after several images of different sizes ({', '.join(sizes)} pixels) could belong "
+            )
+            what += "to each of them"
+            if image is None or None in others:
+                what = "could belong to a video, for which no numbers are converted"
             raise RowError(
-                f"{group.form} after several images of different sizes ({', '.join(sizes)} pixels) could "
-                "belong to each of them; show one image in a message, or write the numbers that the "
+                f"{group.form} {what}; show one image in a message, or write the numbers that the "
                 "model knows into all rows and set images.coordinates=null"
             )
         sides = _sides(image, unit)
@@ -187,7 +204,8 @@ def read_objects(value: object, column: str) -> Objects:
     units: dict[object, Unit] = {None: "pixels", "real": "pixels", "norm1": "fractions"}
     lists: list[Any] = [value.get(key) or [] for key in ("ref", "bbox", "image_id")]
     references, boxes, numbers = lists
-    if (kind := value.get("bbox_type")) not in units:
+    kind = value.get("bbox_type")
+    if not isinstance(kind, str | None) or kind not in units:
         raise RowError(f"{what}: bbox_type must be real or norm1; got {kind!r}")
     if not isinstance(references, list) or not all(isinstance(one, str) for one in references):
         raise RowError(f"{what}: ref must be a list of texts")
@@ -227,7 +245,7 @@ def with_objects(
             shown = f"the text of the conversation shows {mark} {text.count(mark)} times"
             raise RowError(f"{what} has {count} for {mark}, and {shown}")
     references, boxes = iter(objects.references), zip(objects.boxes, objects.images, strict=True)
-    edits = list[tuple[int, int, str]]()
+    edits, list_end = list[tuple[int, int, str]](), -1
     for match in re.finditer("|".join(OBJECT_MARKS), text):
         before = text[max(0, match.start() - 100) : match.start()]
         if match[0] == OBJECT_MARKS[0]:
@@ -249,7 +267,10 @@ def with_objects(
         _check(group, sides, image, f"bbox_type: {source} in {what}")
         made = _scaled(values, sides, image, own)
         pairs = ",".join(f"({x},{y})" for x, y in zip(made[::2], made[1::2], strict=True))
-        form = "{list}" if re.search(r"""["']\s*:[\s\[]*$""", before) else texts[1]
+        in_list = list_end >= 0 and re.fullmatch(r"[\s,\[\]]*", text[list_end : match.start()])
+        in_json = in_list or re.search(r"""["']\s*:[\s\[]*$""", before)
+        list_end = match.end() if in_json else -1
+        form = "{list}" if in_json else texts[1]
         edits.append((*match.span(), form.format(list=made, pairs=pairs)))
     return rendered.with_edits(edits)
 
@@ -379,8 +400,10 @@ def _read(text: str, form: str, start: int, end: int) -> _Group | None:
     return _Group(form, start, spans, [float(text[a:b]) for a, b in spans])
 
 
-def _image_of(group: _Group, rendered: Rendered, images: Sequence[SizedImage]) -> SizedImage | None:
-    """The image that coordinates belong to; None: it could be one of several of different sizes.
+def _images_of(
+    group: _Group, rendered: Rendered, images: Sequence[SizedImage], videos: Sequence[int]
+) -> list[SizedImage | None]:
+    """The images of different sizes that coordinates may belong to; None stands for a video.
 
     A part of the conversation is a prompt with the answer to it that has loss. Of its images all are
     possible, because a question may stand before its image. Without one the images of the part before
@@ -391,13 +414,13 @@ def _image_of(group: _Group, rendered: Rendered, images: Sequence[SizedImage]) -
     def part(offset: int) -> int:
         return sum(end <= offset for end in ends)
 
-    parts = [part(image.start) for image in images]
-    own = part(group.start)
+    shown: list[tuple[int, SizedImage | None]] = [(part(image.start), image) for image in images]
+    shown += [(part(start), None) for start in videos]
+    own, parts = part(group.start), [number for number, _ in shown]
     before = [number for number in parts if number <= own]
     chosen = max(before) if before else min(parts)
-    possible = [image for image, number in zip(images, parts, strict=True) if number == chosen]
-    same = {(image.file, image.seen) for image in possible}
-    return possible[0] if len(same) == 1 else None
+    possible = [image for number, image in shown if number == chosen]
+    return [*{image and (image.file, image.seen): image for image in possible}.values()]
 
 
 def _outside(values: Sequence[float], sides: Size) -> float | None:

@@ -311,10 +311,14 @@ class ImageProcessor(AttachmentProcessor):
     def _with_coordinates(
         self, rendered: Rendered, found: list[tuple[int, Processed]], unit: Unit | None
     ) -> Rendered:
-        if not found:
-            if rendered.objects is not None:
-                what = "has boxes, and the row has no images"
-                raise RowError(f"column {rendered.objects.column!r} {what}")
+        if not found and rendered.objects is not None:
+            what = "has boxes, and the row has no images"
+            raise RowError(f"column {rendered.objects.column!r} {what}")
+        video = getattr(self._processor, "video_token", None)
+        videos = list[int]()
+        if isinstance(video, str):
+            videos = [match.start() for match in re.finditer(re.escape(video), rendered.text)]
+        if not found and not videos:
             return rendered
         images = [SizedImage(start, *made.sizes) for start, made in found]
         own, objects = COORDINATES.get(self._kind), rendered.objects
@@ -331,9 +335,9 @@ class ImageProcessor(AttachmentProcessor):
                 f"with; {hint}"
             )
         if unit is None or own is None:
-            rendered = replace(rendered, coordinates=located(rendered, images, own))
+            rendered = replace(rendered, coordinates=located(rendered, images, own, videos))
         else:
-            rendered = converted(rendered, images, unit, own)
+            rendered = converted(rendered, images, unit, own, videos)
         if objects is None or own is None:
             return rendered
         known = [self.placeholder, *self._token_texts, *self._tokenizer.get_added_vocab()]

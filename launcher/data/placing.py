@@ -148,7 +148,7 @@ def place(
                 sources.append(source_of(part, modality))
             yield {"type": kind}
             return
-        if isinstance(part, Mapping) and "text" not in part:
+        if isinstance(part, Mapping) and part.get("text") is None:
             yield dict(part)
             return
         text = part if isinstance(part, str) else part["text"]  # type: ignore[index]

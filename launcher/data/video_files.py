@@ -80,8 +80,11 @@ class Video:
             if pixels > MOST_PIXELS:
                 raise RowError(f"a frame has {pixels:,} pixels, more than {MOST_PIXELS:,}")
             rate, total = stream.average_rate or stream.guessed_rate, stream.frames
-            if not total:  # as in WebM
-                total = sum(1 for packet in container.demux(stream) if packet.size)
+            if not total or "mp4" in container.format.name:
+                # WebM counts no frames. MP4 counts those that are not shown, too: a part that was cut
+                # out without encoding begins with them, because it needs a key frame
+                hidden = [packet.is_discard for packet in container.demux(stream) if packet.size]
+                total = (total or len(hidden)) - sum(hidden)
         if not total:
             raise RowError("the video has no frames")
         return cls(content, total, float(rate) if rate else None)

@@ -177,8 +177,11 @@ class _Qwen(Frames):
     limits_pixels = True
 
     def _limit_frames(self, most: int) -> None:
-        super()._limit_frames(max(most, self.settings["temporal_patch_size"]))
-        own = self.settings
+        own, pair = self.settings, self.settings["temporal_patch_size"]
+        if most < pair:
+            what = f"must be at least {pair} for this model; got {most}"
+            raise RecipeError(f"videos.max_frames: {what}")
+        super()._limit_frames(most)
         own["min_frames"] = min(own["min_frames"], own["max_frames"])
 
     @property

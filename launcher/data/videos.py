@@ -131,7 +131,8 @@ class RowVideos(Modality):
     kind = "video"
     source = VideoSource
     refused_keys = _REFUSED
-    beginnings = ("AAAA", "GkXfo", "UklGR")  # MP4, WebM and AVI
+    beginnings = ("AAAA", "GkXfo", "UklGR", "R0lGOD", "AAABu", "RkxW")
+    """MP4, WebM, AVI, GIF, MPEG and FLV."""
     example = "video.mp4"
     token_type = 2
 

@@ -241,6 +241,15 @@ class Length:
         return f"{text}, {time_text(self.steps * seconds, device)}"
 
 
+def why_no_row_fits(recipe: Recipe, rows: Rows) -> str | None:
+    """Why training has no row: all are longer than a sequence, and dropped; None: some are not."""
+    data = recipe.data
+    if not data.drops_overlong or (rows.lengths <= data.sequence_length).any():
+        return None
+    what = f"data: no row fits into {data.sequence_length:,} tokens (data.sequence_length); the "
+    return f"{what}shortest has {rows.lengths.min():,}; raise it, or cut such rows (data.overlong)"
+
+
 def check_repeats(recipe: Recipe, samples: int) -> None:
     """Raises RecipeError if a step sees a row twice, and the recipe does not allow it. samples: of
     the data; 0: not known."""

@@ -1,9 +1,11 @@
 """The `launcher` command: help, options in both styles, start of ranks."""
 
+import contextlib
 import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import types
@@ -23,6 +25,7 @@ from launcher.recipe.load import load_recipe
 from launcher.recipe.other_names import ABSENT, KEYS_BY_NAME, NAMES, NEEDLESS, OPTIONS, answer_to
 from launcher.reliability.run_directory import RunFolder
 from tests import REPOSITORY
+from tests.distributed.launching import free_port, wait_until
 
 GROUP: Any = typer.main.get_command(app)
 COMMANDS = GROUP.commands
@@ -350,6 +353,39 @@ def test_a_request_to_stop_reaches_the_ranks_though_the_console_is_gone():
         assert ended.returncode == expected
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["localhost", "nowhere.invalid"])
+def test_a_request_to_stop_ends_a_machine_that_waits_for_others(host, folder):
+    """In torchrun, and before machine 0 has an address: nothing else would end it for ten minutes."""
+    port = free_port()
+    command = ["train", "recipe=x.yaml", "run.device=cpu", "gpus=1", "nodes=2"]
+    command += ["node_rank=0", f"address={host}:{port}"]
+
+    def in_torchrun():
+        with contextlib.suppress(OSError), socket.create_connection(("localhost", port), 5):
+            return True
+        return False
+
+    with subprocess.Popen(
+        [*LAUNCHER, *command],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as waiting:
+        try:
+            if host == "localhost":
+                assert wait_until(in_torchrun, process=waiting)
+            else:
+                assert waiting.stdout.readline() == f"waiting for an address of {host}\n"
+            waiting.send_signal(signal.SIGTERM)
+            output, _ = waiting.communicate(timeout=120)
+        finally:
+            waiting.kill()
+    assert waiting.returncode == 75
+    assert "the other machines are not waited for" in output
+
+
 @pytest.mark.parametrize(
     ("ended", "state", "status"),
     [
@@ -418,6 +454,9 @@ def test_train_starts_ranks(folder, monkeypatch, capsys):
         (["node_rank=0"], "node_rank is for several machines: add nodes=N"),
         (["nodes=1", "node_rank=1"], "node_rank=1 must be less than nodes=1"),
         (["nodes=1", "address=10.0.0.1"], "address=10.0.0.1 must be HOST:PORT"),
+        (["nodes=1", "address=tcp://a:1"], "address=tcp://a:1 must be HOST:PORT"),
+        (["nodes=1", "address=a:1,b:1"], "address=a:1,b:1 must be HOST:PORT"),
+        (["nodes=1", "address=10.0.0.1:1:1"], "address=10.0.0.1:1:1 must be HOST:PORT"),
         (["nodes=3", "node_rank=0", "address=h:1"], "8 (micro-batch) x 6 (ranks)"),
     ):
         assert main([*machines, *words]) == 2

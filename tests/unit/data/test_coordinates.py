@@ -181,6 +181,36 @@ def test_a_box_that_could_belong_to_several_images():
     assert found == Located(1, thousandths=1, image_scales=1120)
 
 
+@pytest.mark.parametrize(
+    ("text", "videos"),
+    [
+        (f"I V {BOX}", [2]),
+        (f"V {BOX}", [0]),
+        (f"I|answer|V {BOX}", [9]),
+        (f"V {BOX}|answer|I", [0]),
+    ],
+)
+def test_a_box_that_could_belong_to_a_video(text, videos):
+    """Its numbers are not those of an image in another part of the conversation."""
+    images = [WIDE._replace(start=text.index("I"))] if "I" in text else []
+    ends = [match.end() for match in re.finditer(r"\|", text)]
+    made = rendered(text, *zip(ends[::2], ends[1::2], strict=True))
+    with pytest.raises(RowError, match=r"could belong to a video.*one image in a message"):
+        converted(made, images, "pixels", "pixels", videos)
+    if images:
+        found = located(made, images, "pixels", videos)
+        assert found == Located(1, thousandths=1, image_scales=980)
+    else:
+        assert located(made, images, "pixels", videos) is None
+
+
+def test_a_box_of_an_image_beside_a_video_of_another_part():
+    text = f"V|answer|I {BOX}"
+    made = rendered(text, (2, 9))
+    images = [WIDE._replace(start=text.index("I"))]
+    assert "[49, 56]" in converted(made, images, "pixels", "pixels", [0]).text
+
+
 def test_what_follows_a_changed_number_keeps_its_loss():
     text = f"I {BOX} {BOX}|answer {BOX}|end"
     start, end = text.index("answer"), text.index("|end")
@@ -385,12 +415,29 @@ def test_objects_take_the_places_of_their_marks(folder, family, prompt, answer):
     assert in_model(folder, instruct, family, kind="instruct")[0] == text
 
 
+def test_objects_in_a_list_of_json(folder):
+    """All boxes of the list are numbers, and one behind it is written as in a text."""
+    row = {
+        "messages": [
+            {"role": "user", "content": "<image>Where are they?"},
+            {"role": "assistant", "content": '{"boxes": [<bbox>,\n <bbox>, <bbox>]} and <bbox>'},
+        ],
+        "images": ["wide.png"],
+        "objects": {"bbox": [[10, 20, 110, 50]] * 4},
+    }
+    box = "[83, 333, 917, 833]"
+    learned = in_model(folder, row, "qwen2_vl")[1]
+    last = "<|box_start|>(83,333),(917,833)<|box_end|>"
+    assert f'{{"boxes": [{box},\n {box}, {box}]}} and {last}' in learned
+
+
 @pytest.mark.parametrize(
     ("objects", "problem"),
     [
         ([1], "column 'objects' must be an object such as"),
         ("{", "column 'objects' must be an object such as"),
         ({"bbox_type": "norm1000"}, "bbox_type must be real or norm1; got 'norm1000'"),
+        ({"bbox_type": ["real"]}, "bbox_type must be real or norm1; got ['real']"),
         ({"ref": "cat"}, "ref must be a list of texts"),
         ({"bbox": [[1, 2, 3]]}, "bbox must be a list of lists of 2, 4 or 8 numbers"),
         ({"bbox": [[1, 2, 3, "4"]]}, "bbox must be a list of lists"),

@@ -4,6 +4,7 @@ import json
 import shutil
 import sys
 
+import av
 import numpy as np
 import pytest
 import torch
@@ -295,6 +296,8 @@ def test_forms_of_rows_are_the_same(folder):
     forms = [
         asked(video("short"), text("What?")),
         asked({"type": "video", "path": "short.mkv"}, text("What?")),
+        # As datasets writes parts with several keys as JSON
+        asked({**video("short"), "text": None, "image": None}, text("What?") | {"video": None}),
         asked({"type": "video_url", "video_url": {"url": "short.mkv"}}, text("What?")),
         asked({"type": "video"}, text("What?"), videos=["short.mkv"]),
         {"messages": marked, "videos": ["short.mkv"]},
@@ -431,6 +434,8 @@ def test_a_placeholder_of_videos_is_no_text(folder):
 def test_limits_that_a_model_does_not_have(folder):
     for family, limits, expected in (
         ("qwen2_5_vl", {"max_pixels": 100}, "videos.max_pixels: must be at least 3,136 for this"),
+        ("qwen2_5_vl", {"max_frames": 1}, "videos.max_frames: must be at least 2 for this model"),
+        ("qwen3_vl", {"max_frames": 1}, "videos.max_frames: must be at least 2 for this model"),
         (
             "gemma4",
             {"fps": 1.0},
@@ -466,6 +471,31 @@ def test_frames_are_those_of_the_file(folder):
     clip = Video.of((folder / "wide.mkv").read_bytes()).clip(lambda total, fps: [0, 7, 39])
     assert np.array_equal(clip.frames, frames[[0, 7, 39]])
     assert (clip.total, clip.fps) == (40, 10.0)
+
+
+def test_frames_that_are_not_shown_do_not_count(tmp_path):
+    """A part of a video that was cut out without encoding it again, as `ffmpeg -ss -c copy` does: it
+    begins at the key frame before, and its edit list says where it is shown from."""
+    frames = moving_frames(40, size=(48, 32))
+    write_video(tmp_path / "whole.mp4", frames, options={"crf": "0", "g": "250"})
+    options = {"avoid_negative_ts": "disabled"}
+    with (
+        av.open(str(tmp_path / "whole.mp4")) as whole_file,
+        av.open(str(tmp_path / "part.mp4"), "w", options=options) as part,
+    ):
+        stream = whole_file.streams.video[0]
+        own = part.add_stream_from_template(stream)
+        before = round(30 / 8 / stream.time_base)
+        for packet in whole_file.demux(stream):
+            if packet.size:
+                packet.pts, packet.dts = packet.pts - before, packet.dts - before
+                packet.stream = own
+                part.mux(packet)
+    video = Video.of((tmp_path / "part.mp4").read_bytes())
+    assert (video.total, video.seconds) == (10, 10 / 8)
+    clip = video.clip(lambda total, fps: [0, total - 1])
+    assert clip.indices == (0, 9)
+    assert np.array_equal(clip.frames, frames[[30, 39]])
 
 
 @pytest.mark.parametrize("turned", [(0, 65536, -65536, 0), (0, -65536, 65536, 0)])

@@ -17,6 +17,7 @@ from launcher.planner.sizes import (
     rows_here,
     run_length,
     sizes_text,
+    why_no_row_fits,
 )
 from launcher.recipe.derived import open_sizes, with_recorded
 from launcher.recipe.load import load_recipe
@@ -232,6 +233,19 @@ def test_the_rate_of_adapters_is_auto_where_none_is_given(folder):
     assert type(rate()) is float
     assert type(rate("lora.rank=8")) is AutoFloat
     assert rate("lora.rank=8", "optimizer.learning_rate=1e-3") == 1e-3
+
+
+def test_rows_that_are_all_longer_than_a_sequence(here):
+    """The plan would else count one of them."""
+    rows = Rows(np.array([70, 80]))
+    why = why_no_row_fits(loaded("data.sequence_length=64").recipe, rows)
+    assert why is not None
+    assert why.startswith(
+        "data: no row fits into 64 tokens (data.sequence_length); the shortest has 70;"
+    )
+    assert why_no_row_fits(loaded("data.sequence_length=70").recipe, rows) is None
+    cut = loaded("data.sequence_length=64", "data.overlong=cut").recipe
+    assert why_no_row_fits(cut, rows) is None
 
 
 def test_a_step_that_sees_a_row_twice_is_refused(here):
