@@ -24,6 +24,7 @@ from launcher.cli.app import flag, make_parent, option
 from launcher.console import bytes_as_text, configure_logging, task
 from launcher.errors import EXIT_DONE, EXIT_NO, RecipeError
 from launcher.recipe.functions import TRUST_HELP
+from launcher.recipe.load import recorded_recipe
 from launcher.recipe.section import Dtype
 from launcher.reliability.run_directory import RunFolder
 from launcher.sources.location import Location, is_in_store, no_such
@@ -302,6 +303,17 @@ def checkpoint_of_step(run: Path, step: int) -> Path:
     return folder
 
 
+def _advice_of_copy(run: Path) -> str:
+    """How checkpoints are repaired from their copy (checkpoint.copy_to); empty: there is none."""
+    file = run / "recipe.yaml"
+    with contextlib.suppress(OSError, UnicodeDecodeError, RecipeError):
+        copy_to = recorded_recipe(file.read_text(encoding="utf-8"), file=file).checkpoint.copy_to
+        if copy_to is not None:
+            what = f"the run has copies in {copy_to} (checkpoint.copy_to)"
+            return f"\n{what}: start it again, which fetches missing files; then export"
+    return ""
+
+
 def find_checkpoint(run: Path, held: contextlib.ExitStack) -> Path | None:
     """`run` if it is a checkpoint, else the newest valid one of that run; None if there is none.
     Until `held` is closed, a run that trains does not delete it."""
@@ -325,7 +337,7 @@ def find_checkpoint(run: Path, held: contextlib.ExitStack) -> Path | None:
         except _DeletedError:  # the run trains, and has written a newer one
             continue
         except (NoneLeftError, UnreadableError) as error:
-            raise RecipeError(f"command line: {error}") from None
+            raise RecipeError(f"command line: {error}{_advice_of_copy(run)}") from None
     raise RecipeError(
         f"command line: {run}: the run deleted {_MOST_DELETED} checkpoints before they were read; "
         "give the path of one that it keeps (checkpoint.keep_every), or stop the run"

@@ -83,7 +83,7 @@ from launcher.sources.rows import Row, SourcePart, in_batches
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 11
+_FORMAT = 12
 _TASK_BYTES = 4 << 20
 """For less, starting a process takes longer than tokenizing."""
 _STORE_ROWS = 4096

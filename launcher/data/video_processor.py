@@ -184,6 +184,11 @@ class _Qwen(Frames):
         super()._limit_frames(most)
         own["min_frames"] = min(own["min_frames"], own["max_frames"])
 
+    def check_total(self, total: int) -> None:
+        """Raises RowError for a video of fewer frames than those of a patch."""
+        if total < (pair := self.settings["temporal_patch_size"]):
+            raise RowError(f"has {total} frame; a video has at least {pair}")
+
     @property
     def factor(self) -> int:
         """Pixels of a token in each direction."""
@@ -240,8 +245,7 @@ class Qwen2Frames(_Qwen):
 
     def choose(self, total: int, fps: float | None) -> Sequence[int]:
         own, pair = self.settings, self.settings["temporal_patch_size"]
-        if total < pair:
-            raise RowError(f"has {total} frame; a video has at least {pair}")
+        self.check_total(total)
         if own["num_frames"] is not None:
             count = round(min(own["num_frames"], total) / pair) * pair
         else:
@@ -278,6 +282,7 @@ class Qwen3Frames(_Qwen):
 
     def choose(self, total: int, fps: float | None) -> Sequence[int]:
         own = self.settings
+        self.check_total(total)
         count = own["num_frames"]
         if count is None:
             count = int(total / (fps or 24) * own["fps"])
@@ -289,8 +294,6 @@ class Qwen3Frames(_Qwen):
     def size(self, frames: int, height: int, width: int) -> tuple[int, int]:
         own, factor, pair = self.settings, self.factor, self.settings["temporal_patch_size"]
         least, most = own["size"]["shortest_edge"], own["size"]["longest_edge"]
-        if frames < pair:
-            raise ValueError(f"a video has at least {pair} frames")
         if own.get("cap_pixels_per_frame"):
             share = max(
                 min(own["max_video_tokens"] * factor * factor, most // frames), int(least * 1.05)

@@ -80,7 +80,7 @@ class VideoSource(Source):
     def name(self) -> str:
         """See `Source`."""
         if pictures := self._pictures:
-            return f"{len(pictures)} frames from {pictures[0].name}"
+            return f"{len(pictures)} frame{'s' * (len(pictures) > 1)} from {pictures[0].name}"
         return super().name
 
     def read(self) -> bytes:

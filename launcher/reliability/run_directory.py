@@ -165,6 +165,11 @@ class RunFolder:
         steps = (last_line(self.metrics).get("step"), self.read_status().get("step"))
         return int(max(step or 0 for step in steps)) if steps[0] else 0
 
+    def saved_step(self) -> int:
+        """The step of the newest checkpoint; 0 if there is none."""
+        names = (path.name for path in (self.path / "checkpoints").glob("step_*"))
+        return max((int(name[5:]) for name in names if name[5:].isdecimal()), default=0)
+
     def kept_before_training(self) -> Path | None:
         """The file that a pass before the first step of this start has written, with the results of
         a reference model or a teacher, or the folder with the rounds of distillation; None without

@@ -211,6 +211,9 @@ def report_kill(run: RunFolder, name: str, *, owned: bool) -> int:
     text = "the ranks are killed before the first step"
     if state is not None:
         text = "the ranks are killed; steps since the last checkpoint are lost"
+        saved = run.saved_step()
+        if step and saved >= step:  # such as while it is copied
+            text = f"the ranks are killed; the checkpoint of step {saved} is saved"
     _print(f"{name} again: {text}")
     if owned and state != "failed":
         with contextlib.suppress(OSError, TrainingError):

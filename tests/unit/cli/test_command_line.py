@@ -17,11 +17,12 @@ import typer.main
 from typer.core import TyperOption
 
 from launcher.cli import train
+from launcher.cli.export import find_checkpoint
 from launcher.cli.main import app, main
 from launcher.console import program
 from launcher.errors import EXIT_FAILED, EXIT_USAGE, RecipeError
 from launcher.recipe.decode import dotted, keys
-from launcher.recipe.load import load_recipe
+from launcher.recipe.load import load_recipe, to_yaml
 from launcher.recipe.other_names import ABSENT, KEYS_BY_NAME, NAMES, NEEDLESS, OPTIONS, answer_to
 from launcher.reliability.run_directory import RunFolder
 from tests import REPOSITORY
@@ -535,3 +536,16 @@ def test_the_commands_at_the_end_of_a_run_can_be_pasted(tmp_path, monkeypatch):
         COMMANDS[name].make_context(name, [*words], parent=GROUP.make_context("launcher", [name]))
     assert export.endswith("/a run' out='exported/a run'")
     assert next_commands(run_folder, recipe, saved=False, exported=False) == [report]
+
+
+def test_an_export_without_a_whole_checkpoint_names_the_copies(tmp_path):
+    """As after a start that was ended while it fetched them."""
+    (tmp_path / "checkpoints" / "step_00000003").mkdir(parents=True)
+    for copies, named in (("null", False), ("s3://bucket/run", True)):
+        loaded = load_recipe(["recipe=quickstart", f"checkpoint.copy_to={copies}"]).recipe
+        (tmp_path / "recipe.yaml").write_text(to_yaml(loaded))
+        with pytest.raises(RecipeError) as refused, contextlib.ExitStack() as held:
+            find_checkpoint(tmp_path, held)
+        assert (
+            "copies in s3://bucket/run (checkpoint.copy_to): start it" in str(refused.value)
+        ) == named

@@ -409,6 +409,13 @@ REFUSED = [
 ]  # fmt: skip
 
 
+def test_a_single_frame_is_refused(folder):
+    damaged(folder)
+    for family in ("qwen2_5_vl", "qwen3_vl"):
+        [found] = encoded(folder, [asked(video("one"))], family)
+        assert found.problem.endswith("one.mkv: has 1 frame; a video has at least 2")
+
+
 @pytest.mark.parametrize(("row", "expected"), REFUSED)
 def test_rows_that_cannot_be_used(folder, row, expected):
     damaged(folder)

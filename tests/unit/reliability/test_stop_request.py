@@ -115,6 +115,12 @@ def test_second_sigint_says_what_is_lost(state, owned, status, text, tmp_path, c
     assert signals.report_kill(run, "SIGTERM", owned=owned) == status
     assert capsys.readouterr().err == f"SIGTERM again: {text}\n"
     after = run.read_status()
+    if owned and state == "running":
+        (tmp_path / "checkpoints" / "step_00000005").mkdir(parents=True)
+        run.metrics.write_text('{"step": 5}\n')
+        signals.report_kill(run, "SIGTERM", owned=False)
+        wanted = "SIGTERM again: the ranks are killed; the checkpoint of step 5 is saved\n"
+        assert capsys.readouterr().err == wanted
     if owned and state in ("running", None):
         assert (after["state"], after["reason"]) == ("failed", "killed")
         assert after["error"] == f"SIGTERM twice: {text}"
