@@ -149,12 +149,11 @@ test-turn:
 		0|1) turn=test-readers ;; 2|3) turn=test-versions ;; *) turn=test-share ;; esac; \
 		echo "this commit's turn: make $$turn SHARE=$(SHARE)"; $(MAKE) $$turn
 
-# Records what the runs of tests/golden compute, and the messages for broken recipes, where a commit
-# says why they change
+# Records what the runs of tests/golden compute, and the words of messages (tests/unit/*/messages.txt),
+# where a commit says why they change. TESTS="tests/unit/data tests/unit/cli": only some
 .PHONY: golden
 golden: $(INSTALLED)
-	GOLDEN=write $(BIN)/python -m pytest -q tests/golden \
-		tests/unit/recipe/test_broken_recipes.py
+	GOLDEN=write $(BIN)/python -m pytest -q $(or $(TESTS),tests/golden tests/unit)
 
 # On a machine that does nothing else: ratios of medians, of runs in turn
 benchmark: $(INSTALLED)

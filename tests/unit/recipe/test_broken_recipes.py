@@ -631,7 +631,8 @@ def test_mistakes_are_reported(folder, words, part):
     differences = []
     for report, case in CASES[part::PARTS]:
         expected, found, messages = report(case)
-        if found != expected or not all([words.has(message) for message in messages]):
+        known = [words.has(message) for message in messages]
+        if found != expected or not all(known):
             differences += [case, f"  rules: {' & '.join(found)}", *messages]
     assert not differences, "\n".join(differences)
 
