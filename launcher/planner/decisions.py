@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from launcher.planner.candidates import changes_between, overrides_between
 from launcher.planner.choice import (
     choose_collectives,
     choose_compile,
@@ -25,7 +24,7 @@ from launcher.recipe.decode import value_of
 from launcher.recipe.derived import Choices, Derived, open_sizes, stands_for, with_value
 from launcher.recipe.schema import Recipe
 from launcher.recipe.section import AutoFloat, AutoInt
-from launcher.recipe.yaml_text import as_override
+from launcher.recipe.yaml_text import as_override, changes_between, overrides_between
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ from launcher.cli.app import read_size
 from launcher.distributed.hardware import find_gpu
 from launcher.planner import choice, measurement, plan, search
 from launcher.planner import machine as machines
-from launcher.planner.candidates import overrides_between
 from launcher.planner.choice import profiled
 from launcher.planner.decisions import resolve_for_plan
 from launcher.planner.facts import Facts
@@ -30,6 +29,7 @@ from launcher.planner.formatting import (
 from launcher.planner.memory import COMPONENTS, compare
 from launcher.planner.plan_as_json import as_json
 from launcher.recipe.load import load_recipe
+from launcher.recipe.yaml_text import overrides_between
 from tests import REPOSITORY
 from tests.unit.planner.example_plans import (
     AUTO_RECIPE,

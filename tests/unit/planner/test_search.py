@@ -13,7 +13,6 @@ from launcher.planner.candidates import (
     BUDGETS,
     PARALLEL_KEYS,
     larger_sizes,
-    overrides_between,
     smallest,
     variants,
 )
@@ -36,6 +35,7 @@ from launcher.planner.stages import blocks_that_fit
 from launcher.planner.work import Work
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import ActivationCheckpointing, Lora
+from launcher.recipe.yaml_text import overrides_between
 from tests import REPOSITORY
 
 RECIPES = REPOSITORY / "recipes"
