@@ -384,7 +384,6 @@ def _header(
     wanted: Wanted, result: SearchResult, machine: Machine, note: str, file: str, *, long: str
 ) -> Iterator[str]:
     """file: in which the recipe is. long: how long the run is."""
-
     best = result.best
     assert best is not None
     assert machine.memory is not None

@@ -147,7 +147,6 @@ def _report(loaded: LoadedRecipe, machine: Machine, notes: list[str], asked: _As
     from launcher.planner import (
         choice,
         decisions,
-        fastest,
         known_models,
         measurement,
         plan,
@@ -155,6 +154,7 @@ def _report(loaded: LoadedRecipe, machine: Machine, notes: list[str], asked: _As
         search,
         sizes,
         speed,
+        trials,
     )
     from launcher.planner.facts import Facts, Rows
     from launcher.strategies.compilation import why_eager
@@ -187,7 +187,7 @@ def _report(loaded: LoadedRecipe, machine: Machine, notes: list[str], asked: _As
         logits = not asked.measure
         recipe, added, reasons = decisions.resolve_for_plan(recipe, facts, logits=logits)
         overrides, notes = [*overrides, *added], [*notes, *reasons]
-    result = verified = trials = None
+    result = verified = tried = None
     if asked.search:  # first: it traces the recipe together with other configurations
         with progress("tracing steps and searching for a faster configuration"):
             result = search.search_configurations(recipe, machine, keep_written=True)
@@ -201,7 +201,7 @@ def _report(loaded: LoadedRecipe, machine: Machine, notes: list[str], asked: _As
     planned = dataclasses.replace(planned, notes=(*notes, *planned.notes))
     if asked.measure:
         with progress("measuring the configurations that should be fastest") as show:
-            trials = fastest.measure_fastest(overrides, recipe, machine, show=show)
+            tried = trials.measure_fastest(overrides, recipe, machine, show=show)
     if asked.verify:
         gpus = machine.device == "cuda"
         with progress("training three steps"):
@@ -222,7 +222,7 @@ def _report(loaded: LoadedRecipe, machine: Machine, notes: list[str], asked: _As
             "text": run.text(seconds, device=machine.device) + faster,
         }
     return as_json(recipe, planned, result, verified) | {
-        "measured": trials,
+        "measured": tried,
         "sizes": chosen_sizes,
         "length": length,
     }

@@ -16,7 +16,6 @@ from launcher.console import bytes_as_text, seconds_as_text
 from launcher.errors import RecipeError
 from launcher.planner.candidates import Configuration
 from launcher.planner.facts import Facts, Profiles
-from launcher.planner.fastest import measured_choice
 from launcher.planner.formatting import batch_text, needs_text, strategy_text
 from launcher.planner.machine import DISK, Machine
 from launcher.planner.memory import Plan
@@ -30,6 +29,7 @@ from launcher.planner.profile import (
 from launcher.planner.recipe_values import has_reductions_to_choose, micro_batches_of
 from launcher.planner.search import fastest_that_fits, search_configurations
 from launcher.planner.speed import estimate_time
+from launcher.planner.trials import measured_choice
 from launcher.planner.work import Work, with_most_saved
 from launcher.recipe.decode import value_of
 from launcher.recipe.derived import with_value
