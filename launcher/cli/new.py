@@ -182,7 +182,7 @@ def new(
     wanted = Wanted(model, data, kind, method, sequence_length, attachments)
     draft = load_text(as_yaml(wanted.keys(machine)), machine)
 
-    from launcher.planner import decisions, sizes
+    from launcher.planner import auto, sizes
     from launcher.planner.facts import Facts, Rows
     from launcher.planner.search import search_configurations
     from launcher.planner.speed import seconds_of_step
@@ -191,7 +191,7 @@ def new(
         planned, note = plannable(draft)
         rows = sizes.rows_here(planned)
         facts = Facts(ranks=machine.ranks, rows=rows)
-        _, chosen = decisions.resolve(planned, facts, decisions.needing("recipe", "rows"))
+        _, chosen = auto.resolve(planned, facts, auto.needing("recipe", "rows"))
         wanted = replace(wanted, choices={key: one for each in chosen for key, one in each.items()})
     with working("searching for the fastest configuration that fits"):
         draft = load_text(as_yaml(wanted.keys(machine)), machine)

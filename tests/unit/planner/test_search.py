@@ -9,6 +9,7 @@ import pytest
 from launcher.distributed.hardware import GPUS, find_gpu
 from launcher.errors import RecipeError
 from launcher.planner import search
+from launcher.planner.auto import choose_saves
 from launcher.planner.candidates import (
     BUDGETS,
     PARALLEL_KEYS,
@@ -16,7 +17,6 @@ from launcher.planner.candidates import (
     smallest,
     variants,
 )
-from launcher.planner.choice import choose_saves
 from launcher.planner.facts import Facts
 from launcher.planner.formatting import configuration_cells
 from launcher.planner.machine import Rates, known_machine, read_rates

@@ -5,13 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
-from launcher.planner.choice import choose_configuration, profiled
-from launcher.planner.decisions import resolve_for_plan
 
 from launcher.cli import plan as command
 from launcher.errors import RecipeError, TrainingError
 from launcher.planner import trials
-from launcher.planner.facts import Facts
+from launcher.planner.auto import choose_configuration, resolve_for_plan
+from launcher.planner.facts import Facts, profiled
 from launcher.planner.formatting import measured_text
 from launcher.planner.measurement import median_step
 from launcher.recipe.schema import ActivationCheckpointing, Batch, MixedPrecision, Strategy
