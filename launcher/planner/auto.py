@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -39,8 +38,6 @@ from launcher.recipe.section import AutoFloat, AutoInt
 from launcher.recipe.yaml_text import as_override, changes_between, overrides_between
 from launcher.reliability.json_files import Json
 from launcher.strategies.base import compute_dtype, dtype_name
-
-logger = logging.getLogger(__name__)
 
 COST = "each block then launches some 60 more kernels in a micro-batch"
 """Measured on null GPUs: 57 for a Llama block, 76 with full activation checkpointing."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -80,6 +82,14 @@ class NotYamlError(ValueError):
 
 def parse_yaml(text: str | bytes) -> tuple[Any, dict[KeyPath, int]]:
     """The values of YAML text, and the line of each key. Raises NotYamlError."""
+    values, lines = _parsed(text)
+    return copy.deepcopy(values), dict(lines)
+
+
+# Runs of a sweep have the same recipe, and most of the time of reading one is that of its YAML
+@functools.lru_cache(maxsize=16)
+def _parsed(text: str | bytes) -> tuple[Any, dict[KeyPath, int]]:
+    """What `parse_yaml` returns, which must not be changed."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()

@@ -869,6 +869,7 @@ def start_job(tmp_path, folder, monkeypatch):
     before, environment = signal.pthread_sigmask(signal.SIG_BLOCK, []), dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in numbers}
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1"}
     slurm |= {"SLURM_CPUS_ON_NODE": "4", "SLURMD_NODENAME": "n1"}
 
