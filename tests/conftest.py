@@ -4,6 +4,7 @@ Also time limits for tests, the logs of failed runs, and a check for processes l
 """
 
 import contextlib
+import gc
 import logging
 import operator
 import os
@@ -73,6 +74,14 @@ def pytest_collection_modifyitems(config, items):
         return
     config.hook.pytest_deselected(items=[item for item in items if not _in_share(item)])
     items[:] = sorted(filter(_in_share, items), key=_place)
+
+
+def pytest_collection_finish():
+    """Garbage collections do not scan what was imported, and come less often: they took a fifth of the
+    CPU time of `make check`."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 def pytest_runtest_setup(item):

@@ -54,7 +54,7 @@ def inspect(
     from launcher.cli.inspect_own import print_own_page
     from launcher.cli.inspect_page import print_page
     from launcher.models.config_keys import check_config_keys
-    from launcher.planner import decisions, sizes
+    from launcher.planner import auto, sizes
     from launcher.planner.facts import Facts, Rows
 
     check_config_keys(loaded)
@@ -63,7 +63,7 @@ def inspect(
         return EXIT_DONE
     rows = sizes.rows_here(recipe)
     facts = Facts(ranks=nodes * (gpus or 1), rows=rows)
-    recipe, chosen = decisions.resolve(recipe, facts, decisions.needing("recipe", "rows"))
+    recipe, chosen = auto.resolve(recipe, facts, auto.needing("recipe", "rows"))
     sets = _sets_of(recipe.data, set)
     most = 600 if tokens is None else tokens
     print_page(recipe, set, sets, samples=samples, tokens=most, html=out)

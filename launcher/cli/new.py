@@ -28,7 +28,7 @@ from launcher.recipe.derived import Choices, Derived
 from launcher.recipe.load import load_recipe
 from launcher.recipe.model_config import why_not_packed
 from launcher.recipe.schema import Recipe, Strategy
-from launcher.recipe.yaml_text import as_override
+from launcher.recipe.yaml_text import as_override, changes_between, overrides_between
 from launcher.sources.finding import first_row, rows_as_text
 from launcher.sources.hub import model_folder
 from launcher.sources.layouts import (
@@ -182,7 +182,7 @@ def new(
     wanted = Wanted(model, data, kind, method, sequence_length, attachments)
     draft = load_text(as_yaml(wanted.keys(machine)), machine)
 
-    from launcher.planner import decisions, sizes
+    from launcher.planner import auto, sizes
     from launcher.planner.facts import Facts, Rows
     from launcher.planner.search import search_configurations
     from launcher.planner.speed import seconds_of_step
@@ -191,7 +191,7 @@ def new(
         planned, note = plannable(draft)
         rows = sizes.rows_here(planned)
         facts = Facts(ranks=machine.ranks, rows=rows)
-        _, chosen = decisions.resolve(planned, facts, decisions.needing("recipe", "rows"))
+        _, chosen = auto.resolve(planned, facts, auto.needing("recipe", "rows"))
         wanted = replace(wanted, choices={key: one for each in chosen for key, one in each.items()})
     with working("searching for the fastest configuration that fits"):
         draft = load_text(as_yaml(wanted.keys(machine)), machine)
@@ -335,8 +335,6 @@ class Wanted:
         if machine.device == "cpu":
             values["run.device"] = "cpu"
         if best is not None:
-            from launcher.planner.candidates import changes_between
-
             values["strategy.kind"] = best.strategy.kind
             values |= dict(changes_between(Strategy(), best.strategy, "strategy"))
             checkpointing = best.activation_checkpointing
@@ -386,8 +384,6 @@ def _header(
     wanted: Wanted, result: SearchResult, machine: Machine, note: str, file: str, *, long: str
 ) -> Iterator[str]:
     """file: in which the recipe is. long: how long the run is."""
-    from launcher.planner.candidates import overrides_between
-
     best = result.best
     assert best is not None
     assert machine.memory is not None

@@ -145,9 +145,7 @@ def _report(loaded: LoadedRecipe, machine: Machine, notes: list[str], asked: _As
     from launcher.models.attention import planned_gpu
     from launcher.models.config_keys import check_config_keys
     from launcher.planner import (
-        choice,
-        decisions,
-        fastest,
+        auto,
         known_models,
         measurement,
         plan,
@@ -155,8 +153,9 @@ def _report(loaded: LoadedRecipe, machine: Machine, notes: list[str], asked: _As
         search,
         sizes,
         speed,
+        trials,
     )
-    from launcher.planner.facts import Facts, Rows
+    from launcher.planner.facts import Facts, Rows, profiled
     from launcher.strategies.compilation import why_eager
 
     if not notes:  # not for the GPUs of this machine
@@ -174,20 +173,20 @@ def _report(loaded: LoadedRecipe, machine: Machine, notes: list[str], asked: _As
         rows=rows,
         machine=machine,
         why_eager=why_eager(machine.device, check_triton=asked.verify or asked.measure),
-        profiles=choice.profiled(machine),
+        profiles=profiled(machine),
     )
-    recipe, chosen = decisions.resolve(recipe, facts, decisions.needing("recipe", "rows"))
+    recipe, chosen = auto.resolve(recipe, facts, auto.needing("recipe", "rows"))
     overrides = [
         *asked.overrides,
-        *(word for each in chosen for word in decisions.overrides_of(each)),
+        *(word for each in chosen for word in auto.overrides_of(each)),
     ]
     chosen_sizes = sizes.sizes_text(rows, chosen).splitlines() if chosen else []
     with progress("choosing what is auto"):
         # Measurements compare configurations that compute logits again
         logits = not asked.measure
-        recipe, added, reasons = decisions.resolve_for_plan(recipe, facts, logits=logits)
+        recipe, added, reasons = auto.resolve_for_plan(recipe, facts, logits=logits)
         overrides, notes = [*overrides, *added], [*notes, *reasons]
-    result = verified = trials = None
+    result = verified = tried = None
     if asked.search:  # first: it traces the recipe together with other configurations
         with progress("tracing steps and searching for a faster configuration"):
             result = search.search_configurations(recipe, machine, keep_written=True)
@@ -203,7 +202,7 @@ def _report(loaded: LoadedRecipe, machine: Machine, notes: list[str], asked: _As
     planned = dataclasses.replace(planned, notes=(*notes, *planned.notes))
     if asked.measure:
         with progress("measuring the configurations that should be fastest") as show:
-            trials = fastest.measure_fastest(overrides, recipe, machine, show=show)
+            tried = trials.measure_fastest(overrides, recipe, machine, show=show)
     if asked.verify:
         gpus = machine.device == "cuda"
         with progress("training three steps"):
@@ -224,7 +223,7 @@ def _report(loaded: LoadedRecipe, machine: Machine, notes: list[str], asked: _As
             "text": run.text(seconds, device=machine.device) + faster,
         }
     return as_json(recipe, planned, result, verified) | {
-        "measured": trials,
+        "measured": tried,
         "sizes": chosen_sizes,
         "length": length,
     }

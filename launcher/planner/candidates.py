@@ -28,7 +28,6 @@ from launcher.recipe.schema import (
     Recipe,
     Strategy,
 )
-from launcher.recipe.yaml_text import as_override
 from launcher.strategies.base import compute_dtype, offloads_parameters
 
 LARGEST_MICRO_BATCH = 512
@@ -336,24 +335,3 @@ def smallest(written: Recipe, machine: Machine) -> Iterator[Recipe]:
             strategy=_in_groups(strategy, written),
             activation_checkpointing=ActivationCheckpointing(offload_to_cpu=to_host),
         )
-
-
-def overrides_between(before: object, after: object) -> tuple[str, ...]:
-    """The overrides that change one recipe into the other."""
-    return tuple(as_override(key, value) for key, value in changes_between(before, after))
-
-
-def changes_between(before: object, after: object, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The keys in which two recipes, or values of the key `path`, differ, with their new values."""
-    if before == after:
-        return
-    if not dataclasses.is_dataclass(after) or isinstance(after, type):
-        yield path, after
-        return
-    names = [field.name for field in dataclasses.fields(after)]
-    if before is None:  # the section was null: keys that differ from the default, or the first key
-        default = type(after)()
-        names = [n for n in names if getattr(after, n) != getattr(default, n)] or names[:1]
-    for name in names:
-        key = f"{path}.{name}" if path else name
-        yield from changes_between(getattr(before, name, object()), getattr(after, name), key)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,9 +14,11 @@ import numpy as np
 from launcher.data.held_out import held_out
 from launcher.data.store_files import Hashes
 from launcher.planner.machine import Machine
-from launcher.planner.profile import ModelProfile
+from launcher.planner.profile import ModelProfile, profile_model, profile_of_shapes, with_saved
 from launcher.recipe.schema import Recipe
 from launcher.reliability.json_files import Json
+from launcher.strategies.base import compute_dtype
+from launcher.training.model import PreparedModel
 
 Profiles = tuple[ModelProfile, Callable[[], ModelProfile]]
 """A profile of the model without what its blocks save, and a function that returns it with that."""
@@ -71,3 +76,30 @@ class Facts:
     """The recipe of the checkpoint that the run resumes from; empty: none."""
     exact: Mapping[str, Any] | None = None
     """Section `strategy` of that recipe, if a resume with the same collectives is exact."""
+
+
+def profiles_of(
+    recipe: Recipe, prepared: PreparedModel, machine: Machine
+) -> Callable[[], Profiles]:
+    """A function that returns the profiles of a run's model. Each is made when it is first needed."""
+
+    @cache
+    def shapes() -> ModelProfile:
+        return profile_of_shapes(prepared, recipe, device=machine.device)
+
+    @cache
+    def with_activations() -> ModelProfile:
+        copied = dataclasses.replace(prepared, model=copy.deepcopy(prepared.model))
+        return with_saved(shapes(), copied, recipe, dtypes={compute_dtype(recipe.strategy)})
+
+    return lambda: (shapes(), with_activations)
+
+
+def profiled(machine: Machine) -> Callable[[Recipe], Profiles]:
+    """`Facts.profiles` for a plan."""
+
+    def profiles(recipe: Recipe) -> Profiles:
+        full = profile_model(recipe, device=machine.device)
+        return dataclasses.replace(full, saved={}), lambda: full
+
+    return profiles

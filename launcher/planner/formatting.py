@@ -380,7 +380,7 @@ def _comparison(verified: Json) -> Iterator[str]:
 
 
 def measured_text(trials: Json, columns: int | None = None) -> Iterator[str]:
-    """The lines of measured configurations, as `fastest.measure_fastest` returns them."""
+    """The lines of measured configurations, as `trials.measure_fastest` returns them."""
     rows, best, cells = trials["rows"], trials["best"], []
     for n, row in enumerate(rows):
         peak = speed = "-"

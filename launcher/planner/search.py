@@ -18,7 +18,6 @@ from launcher.planner.candidates import (
     Configuration,
     complexity,
     larger_sizes,
-    overrides_between,
     smallest,
     variants,
 )
@@ -31,6 +30,7 @@ from launcher.planner.stages import blocks_that_fit
 from launcher.planner.work import Work
 from launcher.recipe.rules import check
 from launcher.recipe.schema import Lora, Recipe
+from launcher.recipe.yaml_text import overrides_between
 
 EQUAL_SPEED = 0.02
 """Relative difference of speeds: of configurations that differ by less, the simplest is chosen."""

@@ -1,7 +1,7 @@
 """What a recipe does not give, as far as the recipe alone decides it: keys that are `auto`, or not
 given.
 
-`planner/decisions.py` has the table of all keys that may be `auto`, and decides the others.
+`planner/auto.py` has the table of all keys that may be `auto`, and decides the others.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""YAML text to values with the line of each key, and a recipe to YAML text."""
+"""YAML text to values with the line of each key, and a recipe to YAML text or overrides."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -80,6 +82,14 @@ class NotYamlError(ValueError):
 
 def parse_yaml(text: str | bytes) -> tuple[Any, dict[KeyPath, int]]:
     """The values of YAML text, and the line of each key. Raises NotYamlError."""
+    values, lines = _parsed(text)
+    return copy.deepcopy(values), dict(lines)
+
+
+# Runs of a sweep have the same recipe, and most of the time of reading one is that of its YAML
+@functools.lru_cache(maxsize=16)
+def _parsed(text: str | bytes) -> tuple[Any, dict[KeyPath, int]]:
+    """What `parse_yaml` returns, which must not be changed."""
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
@@ -192,3 +202,24 @@ def as_override(key: str, value: object) -> str:
     """`KEY=VALUE`: the argument that gives a key this value."""
     # repr(float): 1e-05, where YAML has 1.0e-05
     return f"{key}={repr(value) if type(value) is float else flow_yaml(value)}"
+
+
+def overrides_between(before: object, after: object) -> tuple[str, ...]:
+    """The overrides that change one recipe into the other."""
+    return tuple(as_override(key, value) for key, value in changes_between(before, after))
+
+
+def changes_between(before: object, after: object, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The keys in which two recipes, or values of the key `path`, differ, with their new values."""
+    if before == after:
+        return
+    if not dataclasses.is_dataclass(after) or isinstance(after, type):
+        yield path, after
+        return
+    names = [field.name for field in dataclasses.fields(after)]
+    if before is None:  # the section was null: keys that differ from the default, or the first key
+        default = type(after)()
+        names = [n for n in names if getattr(after, n) != getattr(default, n)] or names[:1]
+    for name in names:
+        key = f"{path}.{name}" if path else name
+        yield from changes_between(getattr(before, name, object()), getattr(after, name), key)

@@ -25,7 +25,7 @@ from launcher.libraries.private import dump_memory_snapshot
 from launcher.models.micro_batch import MicroBatch
 from launcher.models.names import clean_name
 from launcher.models.shards import local_bytes
-from launcher.planner.choice import recorded_settings
+from launcher.planner.auto import recorded_settings
 from launcher.planner.formatting import NAMES, micro_batches
 from launcher.planner.machine import Machine
 from launcher.planner.measurement import storages

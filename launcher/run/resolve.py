@@ -1,6 +1,6 @@
 """`auto` in a run: rank 0 decides, all ranks take its values, and RUN_DIR/recipe.yaml has them.
 
-`planner/decisions.py` decides.
+`planner/auto.py` decides.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from launcher.distributed.rank_layout import RankLayout
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
 from launcher.files import replace_text
-from launcher.planner.choice import estimates, open_collectives
-from launcher.planner.decisions import (
+from launcher.planner.auto import (
     COLLECTIVES,
     COMPILE,
     SEARCH,
     SIZES,
     Decision,
     choices_text,
+    estimates,
     needing,
+    open_collectives,
     overrides_of,
     resolve,
     settled,

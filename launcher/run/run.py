@@ -30,8 +30,8 @@ from launcher.errors import EXIT_DONE, EXIT_STOPPED, DivergedError, RecipeError,
 from launcher.files import remove_leftovers
 from launcher.models.config_keys import check_config_keys
 from launcher.objectives.base import dataset_objective
-from launcher.planner.choice import profiles_of
-from launcher.planner.decisions import SEARCH
+from launcher.planner.auto import SEARCH
+from launcher.planner.facts import profiles_of
 from launcher.planner.sizes import check_repeats, untokenized
 from launcher.planner.speed import faster_text, seconds_of_steps, time_text
 from launcher.recipe.derived import open_sizes

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from launcher.planner import fastest, search
+from launcher.planner import search, trials
 from launcher.planner.machine import known_machine
 from launcher.planner.measurement import measure_recipes
 from launcher.planner.plan import make_plan
@@ -27,8 +27,8 @@ def test_auto_uses_the_measured_configuration(tmp_path, monkeypatch):
     machine = known_machine("cpu", nodes=1, gpus_per_node=2, memory=2**33)
     (written,) = search.fastest_of_each_kind(recipe, machine, most=1)
     broken = dataclasses.replace(written, overrides=("model.attention=unknown",))
-    monkeypatch.setattr(fastest, "fastest_of_each_kind", lambda *_, **__: [broken, written])
-    found = fastest.measure_fastest(arguments, recipe, machine)
+    monkeypatch.setattr(trials, "fastest_of_each_kind", lambda *_, **__: [broken, written])
+    found = trials.measure_fastest(arguments, recipe, machine)
     failed, good = found["rows"]
     assert failed["measured"] is None
     assert "unknown" in failed["problem"]
@@ -42,7 +42,7 @@ def test_auto_uses_the_measured_configuration(tmp_path, monkeypatch):
         strategy=Strategy(kind="auto", mixed_precision=None),
         batch=Batch(global_batch_size=16, micro_batch_size="auto"),
     )
-    chosen, why = fastest.measured_choice(opened, machine)
+    chosen, why = trials.measured_choice(opened, machine)
     assert chosen == written.recipe
     assert found["file"] in why
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from launcher.planner.decisions import NAMES
+from launcher.planner.auto import NAMES
 from tests import REPOSITORY
 from tests.distributed.launching import torchrun
 from tests.run_files import read_lines

@@ -3,6 +3,21 @@ import pytest
 from launcher.sources import store_requests
 from tests.object_store import forget
 from tests.unit.small_recipe import SMALL
+from tests.unit.words import WRITE, Words
+
+
+def pytest_collection_modifyitems(items):
+    """`make golden` runs the tests whose words are in a file."""
+    if WRITE:
+        items[:] = [
+            each for each in items if "unit" not in each.path.parts or "words" in each.fixturenames
+        ]
+
+
+@pytest.fixture
+def words(request, tmp_path_factory):
+    """The words of messages (`tests/unit/words.py`)."""
+    return Words(request.path, tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

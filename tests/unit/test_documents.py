@@ -24,9 +24,8 @@ from launcher.cli.main import app, main
 from launcher.cli.submit import sort_arguments
 from launcher.distributed.rank_layout import PARALLEL_SIZES
 from launcher.errors import RecipeError
-from launcher.planner.choice import profiled
-from launcher.planner.decisions import COLLECTIVES, LOGITS, SEARCH, resolve
-from launcher.planner.facts import Facts
+from launcher.planner.auto import COLLECTIVES, LOGITS, SEARCH, resolve
+from launcher.planner.facts import Facts, profiled
 from launcher.planner.known_models import known_models
 from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan

@@ -44,11 +44,17 @@ def parsed(file):
     return ast.parse(file.read_text())
 
 
+@functools.cache
+def nodes(tree):
+    """All nodes of a syntax tree."""
+    return [*ast.walk(tree)]
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _all_parsed():
     """Before the first test, whose time is limited."""
     for file in FILES:
-        parsed(file)
+        nodes(parsed(file))
 
 
 def package_of(module):
@@ -69,7 +75,7 @@ def imports(file, *, at_runtime=False):
         body = [
             node for node in body if node not in named or ast.unparse(node.test) != "TYPE_CHECKING"
         ]
-    for node in itertools.chain.from_iterable(map(ast.walk, body)):
+    for node in itertools.chain.from_iterable(map(nodes, body)):
         if (
             isinstance(node, ast.ImportFrom)
             and node.module
@@ -128,7 +134,7 @@ def test_no_function_takes_a_concept_as_any():
     found = [
         f"{module_name(file)}.{function.name}({argument.arg})"
         for file in FILES
-        for function in ast.walk(parsed(file))
+        for function in nodes(parsed(file))
         if isinstance(function, ast.FunctionDef)
         for argument in (*function.args.args, *function.args.kwonlyargs)
         if argument.arg in CONCEPTS and argument.annotation is not None
@@ -220,8 +226,8 @@ WHOLE_RECIPE = {
     "diagnostics": "selftest",
     "models": "config_keys",
     "objectives": "answers base distillation embedding kto make masked next_token preference reranker teacher",
-    "planner": "candidates choice decisions facts fastest formatting known_models measurement plan plan_as_json"
-    " profile recipe_values search sizes speed trace work",
+    "planner": "auto candidates facts formatting known_models measurement plan plan_as_json profile recipe_values"
+    " search sizes speed trace trials work",
     "training": "model setup",
 }
 """Modules outside `recipe`, `cli` and `run` whose signatures or fields may name `Recipe`. They plan,
@@ -231,11 +237,11 @@ assemble, take the sections of an objective, decide whether to resume, or read w
 def test_other_modules_take_sections_or_plain_values():
     whole = set()
     for file in FILES:
-        for node in ast.walk(parsed(file)):
-            names = [getattr(node, "annotation", None), getattr(node, "returns", None)]
-            words = re.findall(r"\w+", " ".join(ast.unparse(name) for name in names if name))
-            if not {"Recipe", "LoadedRecipe"}.isdisjoint(words):
-                whole.add(module_name(file))
+        for node in nodes(parsed(file)):
+            for typed in (getattr(node, "annotation", None), getattr(node, "returns", None)):
+                names = {getattr(part, "id", None) for part in nodes(typed)} if typed else ()
+                if "Recipe" in names or "LoadedRecipe" in names:
+                    whole.add(module_name(file))
     allowed = {
         f"{package}.{name}" for package, text in WHOLE_RECIPE.items() for name in text.split()
     }
@@ -275,7 +281,7 @@ def test_public_methods_have_docstrings():
     methods = [
         (f"{file.relative_to(PACKAGE)}: {owner.name}.{method.name}", owner, method)
         for file in FILES
-        for owner in ast.walk(parsed(file))
+        for owner in nodes(parsed(file))
         if isinstance(owner, ast.ClassDef) and not owner.name.startswith("_")
         for method in owner.body
         if isinstance(method, ast.FunctionDef) and not method.name.startswith("_")
@@ -294,7 +300,7 @@ def test_every_call_says_whether_code_of_a_checkpoint_may_run():
     """Without trust_remote_code, transformers asks in a terminal, and an answer would run it."""
     silent = []
     for file in FILES:
-        for node in ast.walk(parsed(file)):
+        for node in nodes(parsed(file)):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
                 continue
             loader = ast.unparse(node.func.value)
@@ -310,8 +316,8 @@ def test_every_call_says_whether_code_of_a_checkpoint_may_run():
 def texts(file):
     """Yields the texts of a module that are no docstrings, with {} for their values."""
     tree = parsed(file)
-    skipped = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    skipped = {id(node.value) for node in nodes(tree) if isinstance(node, ast.Expr)}
+    for node in nodes(tree):
         if isinstance(node, ast.JoinedStr):
             skipped |= {id(part) for part in node.values}
             parts = [part.value if isinstance(part, ast.Constant) else "{}" for part in node.values]

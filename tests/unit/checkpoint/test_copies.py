@@ -289,32 +289,32 @@ def record(**values):
 
 
 @pytest.mark.parametrize(
-    ("there", "overrides", "said"),
+    ("there", "overrides", "rule"),
     [
         (
             record(name="another"),
             [],
-            "it holds the run another, and this one is small; give another folder",
+            "of-another-name",
         ),
-        (None, [], "it has checkpoints, but no run.json; give another folder"),
+        (None, [], "no-record"),
         (
             record(name="small"),
             ["checkpoint.resume=never"],
-            "it holds a run, and checkpoint.resume is never",
+            "resume-is-never",
         ),
-        ("{}", [], "run.json is not the record of a run's copy"),
+        ("{}", [], "not-a-record"),
     ],
 )
-def test_another_run_is_not_overwritten(store, folder, run, there, overrides, said):
+def test_another_run_is_not_overwritten(store, folder, words, run, there, overrides, rule):
     put(store, saved(folder / "made", 10))
     if there is not None:
         store.put("runs/x/run.json", there)
     before = {
         key: store.client.head_object(Bucket=BUCKET, Key=key)["ETag"] for key in store.names()
     }
-    words = ["recipe=x.yaml", f"checkpoint.copy_to={COPY}", *overrides]
-    with pytest.raises(RecipeError, match=said):
-        begin(load_recipe(words, ranks=1).recipe, run)
+    arguments = ["recipe=x.yaml", f"checkpoint.copy_to={COPY}", *overrides]
+    with words.refused(rule):
+        begin(load_recipe(arguments, ranks=1).recipe, run)
     after = {key: store.client.head_object(Bucket=BUCKET, Key=key)["ETag"] for key in store.names()}
     assert before == after
     assert not run.path.exists()

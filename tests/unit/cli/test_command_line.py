@@ -85,73 +85,69 @@ def test_values_and_switches_are_parsed(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    "command",
     [
         # A value or a switch in another form
-        ("plan --gpus 8", "--gpus: write gpus=8"),
-        ("plan --gpus=8", "--gpus=8: write gpus=8"),
-        ("plan --gpus", "--gpus: write gpus=N"),
-        ("plan gpu-memory=80GiB", "gpu-memory=80GiB: write gpu_memory=80GiB"),
-        ("plan json=true", "json=true: write --json"),
-        ("plan --json=true", "--json=true: write --json"),
-        ("plan json=false", "json=false: write --json, or leave it out"),
-        ("plan --no_search", "--no_search: write --no-search"),
-        ("plan --run.seed=2", "--run.seed=2: write run.seed=2"),
-        ("plan --batch.micro-batch-size 2", "--batch.micro-batch-size: write batch.micro_batch_size=2"),
-        ("submit --partition x", "--partition: write partition=x"),
-        ("train --model x", "--model: write model.path=VALUE"),
-        ("export run=a out=b", "run=a: give it without run=: launcher export a"),
-        ("status run_dir=a", "run_dir=a: give it without run_dir=: launcher status a"),
+        "plan --gpus 8",
+        "plan --gpus=8",
+        "plan --gpus",
+        "plan gpu-memory=80GiB",
+        "plan json=true",
+        "plan --json=true",
+        "plan json=false",
+        "plan --no_search",
+        "plan --run.seed=2",
+        "plan --batch.micro-batch-size 2",
+        "submit --partition x",
+        "train --model x",
+        "export run=a out=b",
+        "status run_dir=a",
         # A wrong value, or none
-        ("plan nodes=0", "nodes=0: Input should be greater than or equal to 1"),
-        ("plan gpu_memory=80", "gpu_memory=80: 80 is not a size with a unit"),
-        ("rows a step=0", "step=0: Input should be greater than or equal to 1"),
-        ("rows a", "missing; give step=N"),
-        ("export a", "missing; give out=OUT"),
-        ("export out=a", "missing; give RUN_DIR"),
-        ("export a b out=c", "got unexpected extra argument(s) (b)"),
-        ("export a out=b dtype=int8", "dtype=int8: 'int8' is not one of 'bfloat16', 'float16', 'f"),
+        "plan nodes=0",
+        "plan gpu_memory=80",
+        "rows a step=0",
+        "rows a",
+        "export a",
+        "export out=a",
+        "export a b out=c",
+        "export a out=b dtype=int8",
         # A misspelt name
-        ("plan gpu_memry=80GiB", "gpu_memry=80GiB: not an argument of launcher plan; did you mean "
-         "gpu_memory=80GiB?; there are nodes=, gpus=, gpu=, "),
-        ("plan --jsn", "--jsn: not an argument of launcher plan; did you mean --json?; there are "),
-        ("submit --tim=3", "--tim=3: not an argument of launcher submit; did you mean time=3?"),
-        ("train learningrate=1", "learningrate=1: not an argument of launcher train; did you mean "
-         "optimizer.learning_rate?"),
+        "plan gpu_memry=80GiB",
+        "plan --jsn",
+        "submit --tim=3",
+        "train learningrate=1",
         # A key of the recipe, or the name of another program
-        ("plan lr=0.1", "lr=0.1: did you mean optimizer.learning_rate?"),
-        ("plan max_steps=3", "max_steps=3: did you mean run.max_steps?"),
-        ("plan --learning-rate 1", "--learning-rate: did you mean optimizer.learning_rate?"),
-        ("plan nproc_per_node=8", "nproc_per_node=8: the command has the options gpus and nodes"),
-        ("plan ranks=2", "ranks=2: the command has the options gpus and nodes"),
-        ("plan steps=2", "steps=2: run.max_steps is the number of optimizer steps"),
-        ("plan html=x", "html=x: did you mean out=x?"),
-        ("report a --output x", "--output: did you mean out=x?"),
-        ("report a -o x", "-o: did you mean out=x?"),
-        ("export a output_dir=x", "output_dir=x: did you mean out=x?"),
-        ("train --output x", "--output: did you mean run.dir?"),
-        ("train out=x", "out=x: did you mean run.dir?"),
-        ("train devices=2", "devices=2: did you mean gpus=2?"),
-        ("submit gpus_per_node=2", "gpus_per_node=2: did you mean gpus=2?"),
-        ("train --config a.yaml", "--config: did you mean recipe=FILE? model.config is the"),
-        ("train --batch-size 8", "--batch-size: batch.global_batch_size is that of an"),
-        ("chat a --max-length=3", "--max-length=3: did you mean max_new_tokens=3?"),
-        ("new model_name_or_path=a data=b", "model_name_or_path=a: did you mean model=a?"),
+        "plan lr=0.1",
+        "plan max_steps=3",
+        "plan --learning-rate 1",
+        "plan nproc_per_node=8",
+        "plan ranks=2",
+        "plan steps=2",
+        "plan html=x",
+        "report a --output x",
+        "report a -o x",
+        "export a output_dir=x",
+        "train --output x",
+        "train out=x",
+        "train devices=2",
+        "submit gpus_per_node=2",
+        "train --config a.yaml",
+        "train --batch-size 8",
+        "chat a --max-length=3",
+        "new model_name_or_path=a data=b",
         # An argument of another command
-        ("selftest nodes=2", "nodes=2: launcher train, plan and submit take nodes"),
-        ("show gpu=h100", "gpu=h100: not an argument of launcher show; launcher new, plan and submit "
-         "take it"),
-        ("train dry_run=true", "dry_run=true: not an argument of launcher train; launcher submit "
-         "takes it"),
-        ("status a --loss", "--loss: not an argument of launcher status; launcher rows takes it"),
-        ("status a step=3", "step=3: not an argument of launcher status; launcher rows, export"),
-        ("plan sweep.run.seed=1,2", "sweep.run.seed=1,2: not an argument of launcher plan; launcher train and submit"),
-        ("new recipe=x.yaml", "recipe=x.yaml: not an argument of launcher new; launcher train, plan, "),
+        "selftest nodes=2",
+        "show gpu=h100",
+        "train dry_run=true",
+        "status a --loss",
+        "status a step=3",
+        "plan sweep.run.seed=1,2",
+        "new recipe=x.yaml",
     ],
 )  # fmt: skip
-def test_wrong_arguments_are_answered_with_the_right_form(words, problem, capsys):
-    assert main(words.split()) == 2
-    assert capsys.readouterr().err.startswith(f"command line: {problem}")
+def test_wrong_arguments_are_answered_with_the_right_form(command, words, capsys):
+    assert main(command.split()) == 2
+    words.check(command, capsys.readouterr().err)
 
 
 def test_commands_on_a_recipe_take_the_number_of_gpus(folder, capsys):
@@ -542,7 +538,9 @@ def test_an_export_without_a_whole_checkpoint_names_the_copies(tmp_path):
     """As after a start that was ended while it fetched them."""
     (tmp_path / "checkpoints" / "step_00000003").mkdir(parents=True)
     for copies, named in (("null", False), ("s3://bucket/run", True)):
-        loaded = load_recipe(["recipe=quickstart", f"checkpoint.copy_to={copies}"]).recipe
+        loaded = load_recipe(
+            ["recipe=quickstart", f"checkpoint.copy_to={copies}"], ranks=1
+        ).recipe
         (tmp_path / "recipe.yaml").write_text(to_yaml(loaded))
         with pytest.raises(RecipeError) as refused, contextlib.ExitStack() as held:
             find_checkpoint(tmp_path, held)

@@ -11,11 +11,11 @@ from launcher.cli import new, plan
 from launcher.cli.main import main
 from launcher.console import bytes_as_text
 from launcher.planner import search, sizes
-from launcher.planner.candidates import overrides_between
 from launcher.planner.machine import known_machine
 from launcher.planner.plan import make_plan
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import CpuOffload
+from launcher.recipe.yaml_text import overrides_between
 from tests.unit.planner.example_plans import example_search
 
 CONFIG = {

@@ -260,22 +260,21 @@ REFUSED = [
     (
         without_marks(INST),
         [*ANSWERED, ANSWERED[1]],
-        "refuses this conversation: turns must go user, assis",
+        "turns",
     ),
-    (without_marks(CHATML), dialogue("a"), "no assistant turn, so nothing to learn from"),
-    ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", ANSWERED, "message 2: the"),
-    ("{% for m in messages %}{{ m.content * 2 }}{% endfor %}", ANSWERED, "; put {% gen"),
-    ("{{ messages[0].content }}", ANSWERED, "cannot be verified"),
-    ("{% generation %}{% endgeneration %}{{ messages[0].content }}", ANSWERED, "enclose nothing"),
-    ("{{ messages[9].content + 'x' }}", ANSWERED, "the chat template refuses"),
+    (without_marks(CHATML), dialogue("a"), "no-assistant-turn"),
+    ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", ANSWERED, "other-text"),
+    ("{% for m in messages %}{{ m.content * 2 }}{% endfor %}", ANSWERED, "twice"),
+    ("{{ messages[0].content }}", ANSWERED, "nothing-to-verify"),
+    ("{% generation %}{% endgeneration %}{{ messages[0].content }}", ANSWERED, "empty-generation"),
+    ("{{ messages[9].content + 'x' }}", ANSWERED, "index"),
 ]
 
 
-@pytest.mark.parametrize(("template", "messages", "expected"), REFUSED)
-def test_unusable_conversations_are_refused(template, messages, expected):
-    with pytest.raises(RowError) as error:
+@pytest.mark.parametrize(("template", "messages", "rule"), REFUSED)
+def test_unusable_conversations_are_refused(words, template, messages, rule):
+    with words.refused(rule, RowError):
         encoded(bpe_tokenizer(), template, messages)
-    assert expected in str(error.value)
 
 
 def test_unusable_templates_and_tokenizers_are_refused():
@@ -750,19 +749,18 @@ IN_ONE_TURN = (
     "{% if add_generation_prompt %}{{ '<|begin|>assistant\n' }}{% endif %}"
 )
 LOSES = [
-    (GPT_OSS, PARALLEL, "message 2: the chat template leaves out a tool call (maybe); "),
-    (CHATML, THOUGHTS[:2], "message 2: the chat template leaves out its reasoning, so the model "),
-    (QWEN35.replace("loop.last", "false"), dialogue("a", "no", "b"), "message 2: the chat template's generation prompt ends in "),
+    (GPT_OSS, PARALLEL, "call"),
+    (CHATML, THOUGHTS[:2], "reasoning"),
+    (QWEN35.replace("loop.last", "false"), dialogue("a", "no", "b"), "generation-prompt"),
     # What a tool returned is not for the model to say
-    (IN_ONE_TURN, TOOL_CHAT, "message 2: the assistant's part of the rendered text cannot be"),
+    (IN_ONE_TURN, TOOL_CHAT, "answer-of-a-tool"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("template", "messages", "expected"), LOSES)
-def test_rows_that_a_template_renders_in_part_are_refused(template, messages, expected):
-    with pytest.raises(RowError) as error:
+@pytest.mark.parametrize(("template", "messages", "rule"), LOSES)
+def test_rows_that_a_template_renders_in_part_are_refused(words, template, messages, rule):
+    with words.refused(f"left out: {rule}", RowError):
         encoded(bpe_tokenizer(), without_marks(template), messages)
-    assert str(error.value).startswith(expected)
 
 
 def test_the_number_of_renderings_does_not_grow_with_the_turns(monkeypatch):
@@ -861,26 +859,21 @@ def test_message_formats_are_normalized():
     assert read_tools(None) is read_tools("") is read_tools([]) is None
 
 
-LIST = "column 'messages' must hold a list of messages, each with role and content (or from and value); got"
-ROLES = "must be one of system, developer, user, assistant, tool, function, ipython"
-
-
 @pytest.mark.parametrize(
-    ("messages", "expected"),
+    ("messages", "rule"),
     [
-        ("x", f"{LIST} str"),
-        ([], f"{LIST} an empty list"),
-        ([{"content": "x"}], f"message 1: no role; {ROLES}"),
-        ([{"role": "critic", "content": "x"}], f"message 1: unknown role 'critic'; {ROLES}"),
-        ([{"from": "narrator"}], f"message 1: unknown role 'narrator'; {ROLES}"),
-        ([{"role": "user"}], "message 1: content must be text, or a list of text"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "message 1: only text can be"),
+        ("x", "text"),
+        ([], "no-messages"),
+        ([{"content": "x"}], "no-role"),
+        ([{"role": "critic", "content": "x"}], "role"),
+        ([{"from": "narrator"}], "from"),
+        ([{"role": "user"}], "no-content"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "image"),
     ],
 )
-def test_invalid_messages_are_refused(messages, expected):
-    with pytest.raises(RowError) as error:
+def test_invalid_messages_are_refused(words, messages, rule):
+    with words.refused(f"messages: {rule}", RowError):
         read_messages(messages, "messages")
-    assert str(error.value).startswith(expected)
 
 
 # Rows

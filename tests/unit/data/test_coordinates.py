@@ -122,20 +122,20 @@ def test_other_forms_are_counted(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "unit", "what"),
+    ("text", "unit"),
     [
-        ('"bbox_2d": [0, 0, 2000, 1]', "pixels", "2000 is outside of its image of 1920 x 1080 pix"),
-        ('"bbox_2d": [-50, 0, 1, 1]', "pixels", "-50 is outside of"),
-        ('"point_2d": [1, 1900]', "pixels", "point_2d: 1900 is outside of"),
-        ('"bbox_2d": [0, 0, 1900, 900]', "thousandths", "1900 is not from 0 to 1,000"),
-        ('"bbox_2d": [0, 0, 2, 2]', "fractions", "2 is not from 0 to 1, with images.coordinates"),
-        ('"bbox_2d": [0, 0.25, 1, 1]', "pixels", "its numbers are parts of the width"),
-        ('"bbox_2d": [0, 0.25, 1, 1]', "thousandths", "its numbers are parts of the width"),
-        ('"bbox_2d": [0, 0, 1e999, 1]', "pixels", "inf is outside of"),
+        ('"bbox_2d": [0, 0, 2000, 1]', "pixels"),
+        ('"bbox_2d": [-50, 0, 1, 1]', "pixels"),
+        ('"point_2d": [1, 1900]', "pixels"),
+        ('"bbox_2d": [0, 0, 1900, 900]', "thousandths"),
+        ('"bbox_2d": [0, 0, 2, 2]', "fractions"),
+        ('"bbox_2d": [0, 0.25, 1, 1]', "pixels"),
+        ('"bbox_2d": [0, 0.25, 1, 1]', "thousandths"),
+        ('"bbox_2d": [0, 0, 1e999, 1]', "pixels"),
     ],
 )
-def test_numbers_that_cannot_be_what_the_recipe_says(text, unit, what):
-    with pytest.raises(RowError, match=re.escape(what)):
+def test_numbers_that_cannot_be_what_the_recipe_says(words, text, unit):
+    with words.refused(f"{text} {unit}", RowError):
         changed(text, unit=unit)
 
 
@@ -432,36 +432,35 @@ def test_objects_in_a_list_of_json(folder):
 
 
 @pytest.mark.parametrize(
-    ("objects", "problem"),
+    ("objects", "rule"),
     [
-        ([1], "column 'objects' must be an object such as"),
-        ("{", "column 'objects' must be an object such as"),
-        ({"bbox_type": "norm1000"}, "bbox_type must be real or norm1; got 'norm1000'"),
-        ({"bbox_type": ["real"]}, "bbox_type must be real or norm1; got ['real']"),
-        ({"ref": "cat"}, "ref must be a list of texts"),
-        ({"bbox": [[1, 2, 3]]}, "bbox must be a list of lists of 2, 4 or 8 numbers"),
-        ({"bbox": [[1, 2, 3, "4"]]}, "bbox must be a list of lists"),
-        ({"bbox": [[1, 2, 3, True]]}, "bbox must be a list of lists"),
-        ({"bbox": [[1, 2, 3, float("nan")]]}, "bbox must be a list of lists"),
-        ({"bbox": [[1, 2, 3, 10**400]]}, "bbox must be a list of lists"),
-        ({"image_id": ["0"]}, "image_id must be a list of whole numbers"),
-        ({"image_id": [0] * 4}, "image_id has 4 numbers for 3 boxes of bbox"),
-        ({"image_id": [0, 0, 2]}, "image_id 2 is no image of the row, which has 2"),
-        ({"image_id": [0, 0, -1]}, "image_id -1 is no image"),
-        ({"ref": ["a"]}, "has 1 for <ref-object>, and the text of the conversation shows <ref-object> 2"),
-        ({"bbox": [], "image_id": []}, "has 0 for <bbox>, and the text of the conversation shows <bbox> 3 times"),
-        ({"bbox": [[0, 0, 500, 9]] * 3}, "bbox: 500 is outside of its image of 120 x 60 pixels, with "
-         "bbox_type: real in column 'objects'"),
-        ({"bbox": [[0, 0, 0.5, 1]] * 3}, "its numbers are parts of the width and height"),
-        ({"ref": ["<|image_pad|>", "a"]}, "holds <|image_pad|>, a token of the model; remove it"),
-        ({"ref": ["a", "<|end|>"]}, "holds <|end|>, a token of the model"),
+        ([1], "object"),
+        ("{", "object"),
+        ({"bbox_type": "norm1000"}, "bbox_type"),
+        ({"bbox_type": ["real"]}, "list-of-bbox_type"),
+        ({"ref": "cat"}, "ref"),
+        ({"bbox": [[1, 2, 3]]}, "bbox"),
+        ({"bbox": [[1, 2, 3, "4"]]}, "bbox"),
+        ({"bbox": [[1, 2, 3, True]]}, "bbox"),
+        ({"bbox": [[1, 2, 3, float("nan")]]}, "bbox"),
+        ({"bbox": [[1, 2, 3, 10**400]]}, "bbox"),
+        ({"image_id": ["0"]}, "image_id"),
+        ({"image_id": [0] * 4}, "number-of-images"),
+        ({"image_id": [0, 0, 2]}, "no-such-image"),
+        ({"image_id": [0, 0, -1]}, "negative-image"),
+        ({"ref": ["a"]}, "fewer-texts"),
+        ({"bbox": [], "image_id": []}, "no-boxes"),
+        ({"bbox": [[0, 0, 500, 9]] * 3}, "outside"),
+        ({"bbox": [[0, 0, 0.5, 1]] * 3}, "parts"),
+        ({"ref": ["<|image_pad|>", "a"]}, "token-of-images"),
+        ({"ref": ["a", "<|end|>"]}, "token"),
     ],
 )  # fmt: skip
-def test_objects_that_cannot_be_used(folder, objects, problem):
+def test_objects_that_cannot_be_used(folder, words, objects, rule):
     row = OBJECTS | {
         "objects": OBJECTS["objects"] | objects if isinstance(objects, dict) else objects
     }
-    assert problem in in_model(folder, row, "qwen2_5_vl", problem=True)
+    words.check(rule, in_model(folder, row, "qwen2_5_vl", problem=True))
 
 
 def test_objects_without_marks_or_images_are_not_used(folder):

@@ -37,29 +37,26 @@ VISION = "tests.distributed.vision"
 
 
 @pytest.mark.parametrize(
-    ("builder", "arguments", "message"),
+    ("builder", "arguments"),
     [
-        (f"{VISION}:datas", None, r"builder: .* has no function datas; it has .*data"),
+        (f"{VISION}:datas", None),
         (
             f"{VISION}s:data",
             None,
-            r"builder: there is no module tests\.distributed\.visions; it mus",
         ),
         (
             f"{VISION}:data",
             {"numbers": 3},
-            r"arguments: .*\(number=50\) cannot be called .*numbers",
         ),
         (
             f"{HERE}:build_dict",
             None,
-            r"builder: .* must return a launcher\..*\.CustomData; got dict",
         ),
-        (f"{HERE}:build_empty", None, r"builder: .* returned an empty training set"),
+        (f"{HERE}:build_empty", None),
     ],
 )
-def test_invalid_builders_are_refused(builder, arguments, message):
-    with pytest.raises(RecipeError, match=rf"^data\.{message}"):
+def test_invalid_builders_are_refused(words, builder, arguments):
+    with words.refused(builder):
         build_custom_data(builder, arguments)
 
 

@@ -270,73 +270,73 @@ def test_captions(folder):
 
 
 @pytest.mark.parametrize(
-    ("row", "problem"),
+    ("row", "rule"),
     [
-        (asked(text("<image>a"), images=["none.png"]), "none.png: no such file; images.folder"),
-        (asked(text("<image>a"), images=["broken.png"]), "broken.png: cannot be decoded"),
-        (asked(text("<image>a"), images=["text.png"]), "is not an image in one of the formats"),
-        (asked(text("<image><image>a"), images=["wide.png"]), "row's column of images has 1"),
-        (asked(text("<image>a"), images=[]), "row's column of images is empty or missing"),
-        (asked(text("<image>a"), images=None), "row's column of images is empty or missing"),
-        (asked(text("<image>a")), "<image> in a text is the place of an image, and the row's col"),
+        (asked(text("<image>a"), images=["none.png"]), "no-such-file"),
+        (asked(text("<image>a"), images=["broken.png"]), "damaged"),
+        (asked(text("<image>a"), images=["text.png"]), "format"),
+        (asked(text("<image><image>a"), images=["wide.png"]), "fewer-than-shown"),
+        (asked(text("<image>a"), images=[]), "none-for-its-mark"),
+        (asked(text("<image>a"), images=None), "none-for-its-mark"),
+        (asked(text("<image>a")), "none-for-its-mark"),
         (
             asked({"type": "input_image", "file_id": "file-123"}),
-            "a part with the keys type, file_id has no image of its own",
+            "part-of-another-key",
         ),
         (
             asked({"type": "image", "image": "wide.png", "max_pixels": 1000}),
-            "an image has the key max_pixels, which is not read; images.max_pixels limits all",
+            "key-that-is-not-read",
         ),
         (
             {"messages": [{"role": "user", "content": "a"}, {**ANSWER, "content": "<image>"}]},
-            "message 2: the assistant cannot answer with an image: its text holds <image>",
+            "in-an-answer",
         ),
         (
             asked({"type": "image", "url": "file://wide.png"}),
-            "file://wide.png: names the host wide.png; a path stands after three slashes",
+            "host-in-a-path",
         ),
-        (asked({"type": "image", "path": "a.eps"}), "is not an image in one of the formats AVIF"),
-        (asked({"type": "image", "path": "a\u001b[31m\nb.png"}), "a\\x1b[31m\\nb.png: no such"),
-        (asked({"type": "image", "path": "b/" * 1000 + "c.png"}), ".../b/b/"),
-        (asked({"type": "image", "path": "huge.png"}), "huge.png: its number of pixels is more"),
-        (asked(text("a"), images='["none.png"]'), "none.png: no such file; images.folder"),
-        (asked(text("<image>a"), images=[None]), "got nothing"),
-        (asked(text("<image>a"), images=[["wide.png"]]), "got list"),
-        (asked(text("<image>a"), image="\ud800.png"), "path of an image holds half a surrogate"),
-        (asked(text("<image>a"), image_path="wide.png"), "data.columns.images=image_path reads it"),
+        (asked({"type": "image", "path": "a.eps"}), "format"),
+        (asked({"type": "image", "path": "a\u001b[31m\nb.png"}), "control-characters"),
+        (asked({"type": "image", "path": "b/" * 1000 + "c.png"}), "long-path"),
+        (asked({"type": "image", "path": "huge.png"}), "too-many-pixels"),
+        (asked(text("a"), images='["none.png"]'), "no-such-file"),
+        (asked(text("<image>a"), images=[None]), "type"),
+        (asked(text("<image>a"), images=[["wide.png"]]), "type"),
+        (asked(text("<image>a"), image="\ud800.png"), "surrogate"),
+        (asked(text("<image>a"), image_path="wide.png"), "column-is-not-read"),
         (
             asked(text("<image 1>a"), image_1="wide.png"),
-            "column 'image_1' holds images by its name",
+            "column-by-number",
         ),
         (
             {"messages": [{"role": "user", "content": "<image>", "images": ["a", "b"]}, ANSWER]},
-            "message 1: has 2 images, and its text shows 1",
+            "fewer-in-the-text",
         ),
-        ({"texts": ["a", "b"], "images": ["wide.png"]}, "must hold a list of messages"),
-        (asked(text("<image>a"), images=["gray16.png"]), "pixels of more than 8 bits"),
-        (asked(text("<image>a"), images=["float.tiff"]), "save it with values from 0 to 255"),
+        ({"texts": ["a", "b"], "images": ["wide.png"]}, "texts-alone"),
+        (asked(text("<image>a"), images=["gray16.png"]), "depth"),
+        (asked(text("<image>a"), images=["float.tiff"]), "depth"),
         (
             asked(text("<image>a"), images=[Image.new("F", (4, 4))]),
-            "an image in the row: has pixels of more than 8 bits",
+            "depth-of-an-opened-image",
         ),
-        (asked(text("<image>a"), images=["wide.png"] * 2), "has 2, and the messages show 1"),
-        (asked({"type": "image", "url": "https://a.b/c.jpg"}), "images are not downloaded"),
-        (asked(text("the token <|image_pad|>")), "holds <|image_pad|>, which stands for images"),
-        (asked({"type": "video", "video": "a.mp4"}), "only text and images can be trained on"),
-        (asked({"type": "image", "image": 3}), "must be a path, the bytes of a file, or base64"),
-        (asked({"type": "image", "base64": "%%%"}), "is no base64"),
-        (asked({"type": "image", "path": "/dev/zero"}), "is not a file"),
-        (asked({"type": "image", "path": "."}), "is not a file"),
+        (asked(text("<image>a"), images=["wide.png"] * 2), "more-than-shown"),
+        (asked({"type": "image", "url": "https://a.b/c.jpg"}), "address"),
+        (asked(text("the token <|image_pad|>")), "token-in-a-text"),
+        (asked({"type": "video", "video": "a.mp4"}), "part-of-a-video"),
+        (asked({"type": "image", "image": 3}), "type-of-a-part"),
+        (asked({"type": "image", "base64": "%%%"}), "not-base64"),
+        (asked({"type": "image", "path": "/dev/zero"}), "not-a-file"),
+        (asked({"type": "image", "path": "."}), "not-a-file"),
         (
             asked(text("a"), video="a.mp4"),
-            "column 'video' holds videos, which training on text and",
+            "column-of-videos",
         ),
-        (asked(text("a"), audio="a.mp3"), "column 'audio' holds audio, or images or videos beside"),
+        (asked(text("a"), audio="a.mp3"), "column-of-audio"),
         (
             asked(text("a <|video_pad|> b")),
-            "holds <|video_pad|>, which stands for videos; remove it",
+            "token-of-a-video",
         ),
-        (asked({"type": "image", "path": "line.png"}), "is refused"),
+        (asked({"type": "image", "path": "line.png"}), "shape"),
         (
             {
                 "messages": [
@@ -344,11 +344,11 @@ def test_captions(folder):
                     {"role": "assistant", "content": [{"type": "image", "path": "wide.png"}]},
                 ]
             },
-            "message 2: the assistant cannot answer with an image",
+            "in-an-answer",
         ),
     ],
 )
-def test_rows_that_cannot_be_used(folder, row, problem):
+def test_rows_that_cannot_be_used(folder, words, row, rule):
     content = (folder / "wide.png").read_bytes()
     (folder / "broken.png").write_bytes(content[: len(content) // 2])
     (folder / "text.png").write_text("no image")
@@ -361,7 +361,7 @@ def test_rows_that_cannot_be_used(folder, row, problem):
     Image.fromarray(np.full((40, 40), 1000, np.uint16)).save(folder / "gray16.png")
     Image.fromarray(np.full((40, 40), 0.5, np.float32)).save(folder / "float.tiff")
     [found] = encoded(folder, [row])
-    assert problem in found.problem
+    words.check(rule, found.problem)
     assert found.problem.isprintable()
     assert len(found.problem) < 800
 

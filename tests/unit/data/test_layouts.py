@@ -555,37 +555,34 @@ NO_TOOLS = "{% for m in messages %}{{ m.role ~ m.content }}{% endfor %}"
 
 
 @pytest.mark.parametrize(
-    ("row", "problem"),
+    ("row", "rule"),
     [
-        ({"answer": " \n"}, "column 'answer' is empty, so there is nothing to learn from"),
+        ({"answer": " \n"}, "empty"),
         (
             {"answer": None},
-            "column 'answer' is empty (null); it must hold text or a list of messages",
+            "null",
         ),
         (
             {"answer": 42},
-            "column 'answer' must hold text or a list of messages; got 42: write it as text",
+            "number",
         ),
         (
             {"answer": {"text": ["a"], "answer_start": [1]}},
-            "column 'answer' must hold text or a list of messages; got an object with the keys "
-            "text, answer_start; write the answer to a column of its own, as text",
+            "object",
         ),
         (
             {"answer": "a", "functions": json.dumps(TOOLS)},
-            "the model would not see the row's tools: text is trained on without a chat template; "
-            "set data.chat_template to one that reads them, or data.ignore_columns='[functions]'",
+            "tools",
         ),
         (
             {"answer": "a", "reasoning": "b"},
-            "column 'reasoning' holds reasoning, which only a chat template writes; set "
-            "data.prompt_format=chat, or data.ignore_columns='[reasoning]'",
+            "reasoning",
         ),
     ],
 )
-def test_answers_that_cannot_be_learned(tmp_path, tokenizers, row, problem):
+def test_answers_that_cannot_be_learned(tmp_path, words, tokenizers, row, rule):
     _, one = encoded(tmp_path, {"question": "q", **row}, tokenizers["base"])
-    assert one.problem == problem
+    words.check(rule, one.problem)
 
 
 def test_a_template_that_drops_tools_or_reasoning_names_the_column(tmp_path, tokenizers):

@@ -174,16 +174,16 @@ def test_a_file_with_the_name_of_a_template_is_that_file(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("value", "problem"),
+    "value",
     [
-        ("chatlm", "no template of that name; did you mean chatml?; known: chatml, deepseek_v3, "),
-        ("llama-3", "no template of that name; did you mean llama3?; known: "),
-        ("gone/t.jinja", "no such file: gone/t.jinja"),
-        ("{{ messages }}", "is the text of a template; write it into a file, and name the file"),
+        "chatlm",
+        "llama-3",
+        "gone/t.jinja",
+        "{{ messages }}",
     ],
 )
-def test_a_template_that_is_neither_a_name_nor_a_file(value, problem):
-    assert str(template_problem(value)).startswith(problem)
+def test_a_template_that_is_neither_a_name_nor_a_file(words, value):
+    words.check(value, str(template_problem(value)))
 
 
 # Tokens

@@ -127,6 +127,7 @@ def best_fit_one_by_one(sizes, length):
     return sorted(sorted(content) for content in contents)
 
 
+@pytest.mark.slow
 @settings(few, max_examples=1000)
 @given(sizes=some.lists(some.integers(1, 40), min_size=1, max_size=80), more=some.integers(0, 60))
 def test_best_fit_gives_each_piece_the_place_that_it_had_one_by_one(sizes, more):

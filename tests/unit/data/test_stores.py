@@ -367,23 +367,19 @@ def test_a_forked_process_has_its_own_connections(store):
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    "name",
     [
-        (
-            "s4://bucket/a.jsonl",
-            "unknown scheme s4://; did you mean s3://?; known are paths and s3://",
-        ),
-        ("ftp://host/a.jsonl", "unknown scheme ftp://"),
-        ("file:///a.jsonl", "write the path alone, without file://"),
-        ("s3://", "must be s3://BUCKET/KEY"),
-        ("S3://bucket/a.jsonl", "must be s3://BUCKET/KEY"),
-        ("https://host/*.jsonl", "a web server lists no files"),
+        "s4://bucket/a.jsonl",
+        "ftp://host/a.jsonl",
+        "file:///a.jsonl",
+        "s3://",
+        "S3://bucket/a.jsonl",
+        "https://host/*.jsonl",
     ],
 )
-def test_a_name_that_cannot_be_read(name, said, folder):
-    with pytest.raises(RecipeError) as error:
+def test_a_name_that_cannot_be_read(name, words, folder):
+    with words.refused(name) as error:
         load_recipe(["recipe=x.yaml", f"data.train={name}"], ranks=1)
-    assert said in str(error.value)
     assert len(error.value.problems) == 1
 
 

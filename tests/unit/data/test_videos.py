@@ -370,42 +370,42 @@ def damaged(folder):
 
 
 REFUSED = [
-    (asked(video("none")), "none.mkv: no such file; videos.folder is where relative paths"),
-    (asked(video("empty")), "empty.mkv: is empty"),
-    (asked(video("words")), "words.mkv: is not a video in one of the formats MP4, MOV, MKV"),
-    (asked({"type": "video", "video": "half.mp4"}), "half.mp4: is not a video in one of"),
-    (asked(video("list")), "list.mkv: is not a video in one of"),
-    (asked(video("files")), "files.mkv: is not a video in one of"),
-    (asked(video("one")), "one.mkv: has 1 frame; a video has at least 2"),
-    (asked({"type": "video", "video": "still.png"}), "still.png: is not a video in one of"),
-    (asked({"type": "video", "video": ["still.png", "2.png"]}), "2.png: no such file; videos.folder"),
-    (asked({"type": "video", "video": ["still.png", b"1"]}), "of pictures must name their files"),
-    (asked({"type": "video", "video": ["still.png", "odd.png"]}), "2 frames from "),
-    (asked({"type": "video", "video": ["still.png", "odd.png"]}), "its frames have several sizes"),
-    (asked({"type": "video", "video": []}), "a video must be a path, the bytes of a file, or base64"),
+    (asked(video("none")), "no-such-file"),
+    (asked(video("empty")), "empty"),
+    (asked(video("words")), "format"),
+    (asked({"type": "video", "video": "half.mp4"}), "format"),
+    (asked(video("list")), "format"),
+    (asked(video("files")), "format"),
+    (asked(video("one")), "one-frame"),
+    (asked({"type": "video", "video": "still.png"}), "format"),
+    (asked({"type": "video", "video": ["still.png", "2.png"]}), "picture-is-missing"),
+    (asked({"type": "video", "video": ["still.png", b"1"]}), "pictures-are-bytes"),
+    (asked({"type": "video", "video": ["still.png", "odd.png"]}), "size-of-a-picture"),
+    (asked({"type": "video", "video": ["still.png", "odd.png"]}), "sizes-of-pictures"),
+    (asked({"type": "video", "video": []}), "type"),
     (
         asked({"type": "video", "video": "https://a.b/c.mp4"}),
-        "https://a.b/c.mp4: videos are not downloaded; download them first, and give their paths",
+        "address",
     ),
     (
         asked({"type": "video", "video": "short.mkv", "fps": 1.0}),
-        "a video has the key fps, which is not read; videos.fps holds for all videos. Remove the key",
+        "key-fps",
     ),
     (
         asked({"type": "video", "video": "short.mkv", "nframes": 8}),
-        "a video has the key nframes, which is not read; videos.max_frames holds",
+        "key-nframes",
     ),
-    (asked(text("a <|video_pad|>")), "holds <|video_pad|>, which stands for videos; remove it; <video>"),
+    (asked(text("a <|video_pad|>")), "token-in-a-text"),
     (
         asked(text("a <video>"), videos=[]),
-        "<video> in a text is the place of a video, and the row's column of videos is empty",
+        "none-for-its-mark",
     ),
     (
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": [video("short")]}]},
-        "message 2: the assistant cannot answer with a video",
+        "in-an-answer",
     ),
-    (asked(text("a"), audio="a.mp3"), "column 'audio' holds audio, or images or videos beside"),
-    (asked({"type": "audio", "audio": "a.mp3"}), "only text, images and videos can be trained on; got parts"),
+    (asked(text("a"), audio="a.mp3"), "column-of-audio"),
+    (asked({"type": "audio", "audio": "a.mp3"}), "part-of-audio"),
 ]  # fmt: skip
 
 
@@ -416,11 +416,11 @@ def test_a_single_frame_is_refused(folder):
         assert found.problem.endswith("one.mkv: has 1 frame; a video has at least 2")
 
 
-@pytest.mark.parametrize(("row", "expected"), REFUSED)
-def test_rows_that_cannot_be_used(folder, row, expected):
+@pytest.mark.parametrize(("row", "rule"), REFUSED)
+def test_rows_that_cannot_be_used(folder, words, row, rule):
     damaged(folder)
     [found] = encoded(folder, [row])
-    assert expected in str(found.problem)
+    words.check(rule, str(found.problem))
 
 
 def test_a_placeholder_of_videos_is_no_text(folder):

@@ -474,24 +474,22 @@ def test_keys_that_contradict_the_adapter_are_refused(base, adapter):
 
 
 DAMAGE = [
-    ({"peft_type": "IA3"}, "peft_type is IA3; only LORA is supported"),
-    ({"bias": "all", "rank_pattern": {"q_proj": 8}}, "an adapter with rank_pattern: {'q_proj': 8}, bias: all cannot be "),
-    ({"init_lora_weights": "pissa"}, "an adapter with init_lora_weights: pissa cannot be continued; merge it with peft"),
-    ({"target_modules": ".*q_proj"}, "target_modules must be a list of names, not a pattern; got '.*q_proj'"),
-    ({"target_modules": [["q_proj"]]}, "target_modules must be a list of names, not a pattern; got [['q_proj']]"),
-    ({"r": "many"}, "r: must be a whole number; got 'many'"),
-    ({"r": -4}, "r: must be at least 1; got -4"),
+    ({"peft_type": "IA3"}, "peft_type"),
+    ({"bias": "all", "rank_pattern": {"q_proj": 8}}, "bias"),
+    ({"init_lora_weights": "pissa"}, "init"),
+    ({"target_modules": ".*q_proj"}, "pattern"),
+    ({"target_modules": [["q_proj"]]}, "names"),
+    ({"r": "many"}, "text"),
+    ({"r": -4}, "negative"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "problem"), DAMAGE)
-def test_adapters_that_cannot_be_continued(base, adapter, tmp_path, change, problem):
+@pytest.mark.parametrize(("change", "rule"), DAMAGE)
+def test_adapters_that_cannot_be_continued(base, adapter, tmp_path, words, change, rule):
     config = json.loads((adapter / "adapter_config.json").read_text()) | change
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(RecipeError) as error:
+    with words.refused(rule):
         recipe_with(base, f"lora.path={tmp_path}")
-    file = tmp_path / "adapter_config.json"
-    assert f"command line: lora.path={tmp_path}: {file}: {problem}" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -111,34 +111,31 @@ def test_label_smoothing_is_that_of_torch_a_part_of_the_targets_at_a_time(monkey
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "problem"),
+    ("function", "arguments"),
     [
         (
             "mean",
             {},
-            r"must return the loss of each target, \(5,\) of float32; got \(\) of float32",
         ),
-        ("as_number", {}, "must return the loss of each target, .*; got float"),
+        ("as_number", {}),
         (
             "without_gradient",
             {},
-            "its result does not depend on its input: nothing would be learned",
         ),
-        ("infinite", {}, "its losses or gradients of 5 targets are not finite"),
-        ("fails", {}, r"fails on 5 targets: RuntimeError: The size of tensor a \(5\) .*py:\d+"),
-        ("focal", {"beta": 1}, "cannot be called with log_probabilities and objective.arguments"),
+        ("infinite", {}),
+        ("fails", {}),
+        ("focal", {"beta": 1}),
         (
             "wrong_needs",
             {},
-            "its attribute needs must be 'logits' or 'log_probabilities'; got 'hid",
         ),
-        ("nothing", {}, "has no function nothing"),
-        ("divided", {}, "it divides each loss by the number of targets it gets, and must not"),
-        ("divided_logits", {}, "it divides each loss by the number of targets it gets"),
+        ("nothing", {}),
+        ("divided", {}),
+        ("divided_logits", {}),
     ],
 )
-def test_functions_that_cannot_be_used(function, arguments, problem):
-    with pytest.raises(RecipeError, match=rf"^objective.loss: .*{problem}"):
+def test_functions_that_cannot_be_used(words, function, arguments):
+    with words.refused(function):
         load_target_loss(Objective(loss=f"tests.target_losses:{function}", arguments=arguments))
 
 

@@ -6,9 +6,7 @@ import typing
 import pytest
 from pydantic import WrapValidator
 
-from launcher.planner import choice
-from launcher.planner.decisions import (
-    COLLECTIVES,
+from launcher.planner.auto import (
     DECISIONS,
     NAMES,
     RATE,
@@ -20,7 +18,7 @@ from launcher.planner.decisions import (
     resolve_for_plan,
     settled,
 )
-from launcher.planner.facts import Facts
+from launcher.planner.facts import Facts, profiled
 from launcher.planner.machine import known_machine
 from launcher.recipe import derived as of_recipe
 from launcher.recipe.decode import keys, subsection, value_of
@@ -81,8 +79,7 @@ def here(tmp_path, monkeypatch):
 
 def test_keys_of_the_plan_are_those_that_are_chosen(here):
     recipe = here(*(f"{key}=auto" for key in SEARCH.keys))
-    assert choice.open_keys(recipe) == [*SEARCH.keys] == SEARCH.open(recipe)
-    assert COLLECTIVES.keys == tuple(f"strategy.{name}" for name in choice.COLLECTIVES)
+    assert SEARCH.open(recipe) == [*SEARCH.keys]
 
 
 def test_sizes_are_what_a_recipe_has_as_sizes(here):
@@ -115,7 +112,7 @@ def test_nothing_is_auto_in_a_resolved_recipe(here, words, gpu):
         rows="not here",
         machine=on,
         why_eager=why_eager(on.device),
-        profiles=choice.profiled(on),
+        profiles=profiled(on),
     )
     resolved, chosen = resolve(recipe, facts, DECISIONS)
     last = settled(resolved)

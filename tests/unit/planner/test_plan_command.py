@@ -14,12 +14,10 @@ from launcher.cli import main
 from launcher.cli import plan as command
 from launcher.cli.app import read_size
 from launcher.distributed.hardware import find_gpu
-from launcher.planner import choice, measurement, plan, search
+from launcher.planner import auto, measurement, plan, search
 from launcher.planner import machine as machines
-from launcher.planner.candidates import overrides_between
-from launcher.planner.choice import profiled
-from launcher.planner.decisions import resolve_for_plan
-from launcher.planner.facts import Facts
+from launcher.planner.auto import resolve_for_plan
+from launcher.planner.facts import Facts, profiled
 from launcher.planner.formatting import (
     NAMES,
     as_text,
@@ -30,6 +28,7 @@ from launcher.planner.formatting import (
 from launcher.planner.memory import COMPONENTS, compare
 from launcher.planner.plan_as_json import as_json
 from launcher.recipe.load import load_recipe
+from launcher.recipe.yaml_text import overrides_between
 from tests import REPOSITORY
 from tests.unit.planner.example_plans import (
     AUTO_RECIPE,
@@ -434,7 +433,7 @@ def resolved(recipe):
 def test_plan_resolves_auto_like_a_run(monkeypatch):
     chosen = example_search().configurations[1]
     chosen = dataclasses.replace(chosen, recipe=search.concrete(chosen.recipe, machine()))
-    monkeypatch.setattr(choice, "fastest_that_fits", lambda *_, **__: chosen)
+    monkeypatch.setattr(auto, "fastest_that_fits", lambda *_, **__: chosen)
     recipe, overrides, (note,) = resolved(AUTO_RECIPE)
     assert recipe == chosen.recipe
     assert overrides == [*overrides_between(AUTO_RECIPE, recipe)]
@@ -442,7 +441,7 @@ def test_plan_resolves_auto_like_a_run(monkeypatch):
     changes = " ".join(overrides)
     assert note.startswith(f"auto stands for {changes}: fsdp (ZeRO-3), bf16, selective ")
     assert "The fastest that fits: by plan " in note
-    monkeypatch.setattr(choice, "fastest_that_fits", lambda *_, **__: None)
+    monkeypatch.setattr(auto, "fastest_that_fits", lambda *_, **__: None)
     recipe, overrides, (note,) = resolved(AUTO_RECIPE)
     assert (recipe.strategy.kind, recipe.batch.micro_batch_size) == ("fsdp", 1)
     collectives = (

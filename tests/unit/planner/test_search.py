@@ -9,15 +9,14 @@ import pytest
 from launcher.distributed.hardware import GPUS, find_gpu
 from launcher.errors import RecipeError
 from launcher.planner import search
+from launcher.planner.auto import choose_saves
 from launcher.planner.candidates import (
     BUDGETS,
     PARALLEL_KEYS,
     larger_sizes,
-    overrides_between,
     smallest,
     variants,
 )
-from launcher.planner.choice import choose_saves
 from launcher.planner.facts import Facts
 from launcher.planner.formatting import configuration_cells
 from launcher.planner.machine import Rates, known_machine, read_rates
@@ -36,6 +35,7 @@ from launcher.planner.stages import blocks_that_fit
 from launcher.planner.work import Work
 from launcher.recipe.load import load_recipe
 from launcher.recipe.schema import ActivationCheckpointing, Lora
+from launcher.recipe.yaml_text import overrides_between
 from tests import REPOSITORY
 
 RECIPES = REPOSITORY / "recipes"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from launcher.errors import RecipeError
-from launcher.planner.decisions import needing, resolve
+from launcher.planner.auto import needing, resolve
 from launcher.planner.facts import Facts, Rows
 from launcher.planner.sizes import (
     check_repeats,

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as some
 
-from launcher.planner.candidates import overrides_between
 from launcher.recipe.load import load_recipe
-from launcher.recipe.yaml_text import as_override, parse_yaml
+from launcher.recipe.yaml_text import as_override, overrides_between, parse_yaml
 
 few = settings(max_examples=150, deadline=None, derandomize=True)
 TEXTS = some.text(some.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl", "Zp"]))

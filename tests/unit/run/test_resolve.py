@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher.planner import decisions
-from launcher.planner.decisions import Decision
+from launcher.planner import auto
+from launcher.planner.auto import Decision
 from launcher.recipe.decode import value_of
 from launcher.recipe.derived import Derived, with_value
 from launcher.recipe.load import load_recipe
@@ -31,7 +31,7 @@ def decided(monkeypatch, messages):
         monkeypatch.setattr("launcher.run.resolve.recorded_recipe", lambda run, start: earlier)
         monkeypatch.setattr("launcher.run.resolve._write", lambda recipe, ranks, run: None)
         monkeypatch.setattr(
-            decisions,
+            auto,
             "DECISIONS",
             (Decision(keys=(KEY,), needs=needs, kept_on_resume=kept, choose=choose),),
         )

@@ -281,48 +281,31 @@ def test_arguments_override_the_recipe(folder, capsys):
     assert not (folder / "runs").exists(), "a dry run writes nothing"
 
 
-_TIME = "must be minutes, HOURS:MINUTES:SECONDS or DAYS-HOURS"
-_INDIVISIBLE = "64 is not a multiple of 8 (micro-batch) x 3 (ranks) = 24"
-
-
 @pytest.mark.parametrize(
-    ("word", "problem"),
+    "word",
     [
-        ("time=soon", f"...slurm.time=\"soon\": {_TIME}; got 'soon'"),
-        ("nodes=4-2", "...must be a number, or a range such as 2-4; got '4-2'"),
-        ("nodes=0", "...slurm.nodes=0: must be at least 1; got 0"),
-        ("train_nodes=2", "...must be at most 1, as slurm.nodes=1 may give no more; got 2"),
-        ("train_nodes=0", "...slurm.train_nodes=0: must be at least 1, or null; got 0"),
-        ("train_nodes=most", "...slurm.train_nodes=...must be a whole number; got 'most'"),
-        ("host_memory=much", "...a number with K, M, G or T, such as 500G; got 'much'"),
-        ("account=a\nb", "...slurm.account=...cannot be written in a job script..."),
-        ("sbatch_extra=rm", "...must be options, --name or --name=value; got 'rm'"),
-        ("sbatch_extra=--exclusive --account=x", "...must be options, --name or --name=value..."),
-        ("slurm.environment={A B: x}", "...must be the name of an environment variable..."),
-        (
-            "--wiat",
-            "command line: --wiat: not an argument of launcher submit; did you mean --wait?...",
-        ),
-        (
-            "model.config.hiden_size=64",
-            "command line: model.config.hiden_size=64: unknown key; did you mean hidden_size?",
-        ),
-        ("throttle=2", "command line: throttle: needs a sweep..."),
-        ("nodes=2-4", f"on 3 of 2-4 nodes: x.yaml:12: batch.global_batch_size: {_INDIVISIBLE}..."),
-        (
-            "sweep.optimizer.learning_rate=1e-3,1e-3",
-            "command line: sweep: two runs would have the same name and folder...",
-        ),
-        (
-            "sweep.optimizer.learning_rate=1e-3,fast",
-            "command line: optimizer.learning_rate=fast: must be a number; got 'fast'",
-        ),
+        "time=soon",
+        "nodes=4-2",
+        "nodes=0",
+        "train_nodes=2",
+        "train_nodes=0",
+        "train_nodes=most",
+        "host_memory=much",
+        "account=a\nb",
+        "sbatch_extra=rm",
+        "sbatch_extra=--exclusive --account=x",
+        "slurm.environment={A B: x}",
+        "--wiat",
+        "model.config.hiden_size=64",
+        "throttle=2",
+        "nodes=2-4",
+        "sweep.optimizer.learning_rate=1e-3,1e-3",
+        "sweep.optimizer.learning_rate=1e-3,fast",
     ],
 )
-def test_mistakes_are_reported_before_submission(folder, word, problem):
-    with pytest.raises(RecipeError) as raised:
+def test_mistakes_are_reported_before_submission(folder, words, word):
+    with words.refused(ascii(word)):
         launcher(["submit", "recipe=x.yaml", word])
-    assert says(problem, str(raised.value)), raised.value
     assert not (folder / "runs").exists()
 
 
@@ -886,6 +869,7 @@ def start_job(tmp_path, folder, monkeypatch):
     before, environment = signal.pthread_sigmask(signal.SIG_BLOCK, []), dict(os.environ)
     handlers = {number: signal.getsignal(number) for number in numbers}
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "n1"}
     slurm |= {"SLURM_CPUS_ON_NODE": "4", "SLURMD_NODENAME": "n1"}
 

@@ -71,24 +71,22 @@ def test_tokens_are_drawn_by_their_probabilities():
 
 
 @pytest.mark.parametrize(
-    ("line", "problem"),
+    ("line", "rule"),
     [
-        ("7", 'line 2 is no {"sample": number, "answer": text}'),
-        ("{", 'line 2 is no {"sample": number, "answer": text}'),
-        ('{"sample": 5}', 'line 2 is no {"sample": number, "answer": text}'),
-        ('{"sample": "5", "answer": "a"}', "line 2 needs a number as sample, and a text as answer"),
-        ('{"sample": 4, "answer": "a"}', "line 2 answers sample 4 again"),
-        ('{"sample": 6, "answer": "a"}', "line 2 answers sample 6, which is none of those in p"),
-        ("", "1 prompts of p have no answer, such as sample 5"),
+        ("7", "row"),
+        ("{", "row"),
+        ('{"sample": 5}', "row"),
+        ('{"sample": "5", "answer": "a"}', "types"),
+        ('{"sample": 4, "answer": "a"}', "twice"),
+        ('{"sample": 6, "answer": "a"}', "unknown"),
+        ("", "missing"),
     ],
 )
-def test_answers_in_a_file(tmp_path, line, problem):
+def test_answers_in_a_file(tmp_path, words, line, rule):
     file = tmp_path / "round_0001.jsonl"
     file.write_text('{"sample": 4, "answer": "one\u2028line"}\n' + line + "\n", encoding="utf-8")
-    with pytest.raises(RecipeError) as error:
+    with words.refused(rule):
         rounds.read_answers(file, range(4, 6), prompts="p")
-    assert str(error.value).endswith(f"{file}: {problem}")
-    assert str(error.value).startswith("distillation.folder: ")
     if not line:
         assert rounds.read_answers(file, range(4, 5), prompts="p") == ["one\u2028line"]
 

@@ -8,10 +8,9 @@ import pytest
 
 from launcher.cli import plan as command
 from launcher.errors import RecipeError, TrainingError
-from launcher.planner import fastest
-from launcher.planner.choice import choose_configuration, profiled
-from launcher.planner.decisions import resolve_for_plan
-from launcher.planner.facts import Facts
+from launcher.planner import trials
+from launcher.planner.auto import choose_configuration, resolve_for_plan
+from launcher.planner.facts import Facts, profiled
 from launcher.planner.formatting import measured_text
 from launcher.planner.measurement import median_step
 from launcher.recipe.schema import ActivationCheckpointing, Batch, MixedPrecision, Strategy
@@ -41,7 +40,7 @@ def auto_recipe(tmp_path):
 
 
 @pytest.fixture
-def trials(monkeypatch, auto_recipe):
+def tried(monkeypatch, auto_recipe):
     """Return a function that measures three configurations. An outcome is seconds or an error."""
 
     def measure_all(*outcomes):
@@ -60,19 +59,19 @@ def trials(monkeypatch, auto_recipe):
                 raise TrainingError(outcome)
             return [measured_like(example_plan(), seconds=outcome)]
 
-        monkeypatch.setattr(fastest, "make_plan", lambda recipe, machine: example_plan())
-        monkeypatch.setattr(fastest, "fastest_of_each_kind", lambda *_, **__: found)
-        monkeypatch.setattr(fastest, "measure_recipes", measure)
+        monkeypatch.setattr(trials, "make_plan", lambda recipe, machine: example_plan())
+        monkeypatch.setattr(trials, "fastest_of_each_kind", lambda *_, **__: found)
+        monkeypatch.setattr(trials, "measure_recipes", measure)
         recipe = dataclasses.replace(RECIPE, data=auto_recipe.data)
-        return fastest.measure_fastest(["recipe=x.yaml"], recipe, machine()), calls
+        return trials.measure_fastest(["recipe=x.yaml"], recipe, machine()), calls
 
     return measure_all
 
 
-def test_failed_configuration_does_not_stop_the_others(trials):
+def test_failed_configuration_does_not_stop_the_others(tried):
     memory = "the 8 processes that measure ended with status 1: OutOfMemoryError: CUDA out of memory. Tried\nTraceback"
     timed_out = "the 8 processes that measure timed out: ..."
-    found, calls = trials(memory, 2.0, f"{timed_out}\nmore")
+    found, calls = tried(memory, 2.0, f"{timed_out}\nmore")
     assert [row["problem"] for row in found["rows"]] == ["out of memory", "", timed_out]
     assert found["best"] == 1
     assert found["rows"][1]["measured"]["tokens_per_second"] == 64 * 4096 / 2
@@ -86,17 +85,17 @@ def test_failed_configuration_does_not_stop_the_others(trials):
         assert expected in text
 
 
-def test_nothing_is_stored_if_all_fail(trials, auto_recipe):
-    found, _ = trials("a", "b", "c")
+def test_nothing_is_stored_if_all_fail(tried, auto_recipe):
+    found, _ = tried("a", "b", "c")
     assert (found["best"], found["file"]) == (None, None)
-    assert fastest.measured_choice(auto_recipe, machine()) is None
+    assert trials.measured_choice(auto_recipe, machine()) is None
     assert list(measured_text(found))
 
 
-def test_auto_uses_the_fastest_measured_configuration(trials, auto_recipe):
-    found, _ = trials(3.0, 2.0, 4.0)
+def test_auto_uses_the_fastest_measured_configuration(tried, auto_recipe):
+    found, _ = tried(3.0, 2.0, 4.0)
     json.dumps(found)
-    chosen, why = fastest.measured_choice(auto_recipe, machine())
+    chosen, why = trials.measured_choice(auto_recipe, machine())
     assert (chosen.strategy.kind, chosen.batch.micro_batch_size) == ("ddp", 8)
     assert "The fastest measured, on " in why
     assert f"131,072 tokens/s ({found['file']})" in why
@@ -118,20 +117,20 @@ def test_auto_uses_the_fastest_measured_configuration(trials, auto_recipe):
         (False, 7, {}),  # a micro-batch of 8 ran out of memory before
     ],
 )
-def test_measured_choice_respects_explicit_keys(trials, auto_recipe, allowed, limit, changes):
+def test_measured_choice_respects_explicit_keys(tried, auto_recipe, allowed, limit, changes):
     """The measured choice, ddp with micro-batches of 8, must agree with the explicit keys."""
-    trials(3.0, 2.0, 4.0)
+    tried(3.0, 2.0, 4.0)
     recipe = dataclasses.replace(auto_recipe, **changes)
-    kept = fastest.measured_choice(recipe, machine(), limit_micro_batch=limit)
+    kept = trials.measured_choice(recipe, machine(), limit_micro_batch=limit)
     assert (kept is not None) == allowed
 
 
-def test_measurement_requires_same_recipe_and_hardware(trials, auto_recipe, monkeypatch):
-    trials(3.0, 2.0, 4.0)
+def test_measurement_requires_same_recipe_and_hardware(tried, auto_recipe, monkeypatch):
+    tried(3.0, 2.0, 4.0)
     run = dataclasses.replace(auto_recipe.run, name="other", max_steps=7)
     optimizer = dataclasses.replace(auto_recipe.optimizer, learning_rate=1.0)
     same = dataclasses.replace(auto_recipe, run=run, optimizer=optimizer)
-    assert fastest.measured_choice(same, machine()) is not None
+    assert trials.measured_choice(same, machine()) is not None
     for changes in (
         {"data": dataclasses.replace(auto_recipe.data, sequence_length=2048)},
         {"model": dataclasses.replace(auto_recipe.model, compile=True)},
@@ -139,23 +138,21 @@ def test_measurement_requires_same_recipe_and_hardware(trials, auto_recipe, monk
         {"strategy": Strategy(kind="auto", mixed_precision=MixedPrecision(param_dtype="float16"))},
     ):
         assert (
-            fastest.measured_choice(dataclasses.replace(auto_recipe, **changes), machine()) is None
+            trials.measured_choice(dataclasses.replace(auto_recipe, **changes), machine()) is None
         )
     for change in ({"name": "A100"}, {"gpus_per_node": 4}, {"nodes": 2}):
-        assert (
-            fastest.measured_choice(auto_recipe, dataclasses.replace(machine(), **change)) is None
-        )
-    monkeypatch.setattr(fastest, "make_plan", lambda recipe, machine: example_plan(memory=GIB))
-    assert fastest.measured_choice(auto_recipe, machine()) is None, (
+        assert trials.measured_choice(auto_recipe, dataclasses.replace(machine(), **change)) is None
+    monkeypatch.setattr(trials, "make_plan", lambda recipe, machine: example_plan(memory=GIB))
+    assert trials.measured_choice(auto_recipe, machine()) is None, (
         "the choice does not fit the free memory"
     )
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"settings": 1}'])
-def test_damaged_file_is_ignored(trials, auto_recipe, content):
-    found, _ = trials(3.0, 2.0, 4.0)
+def test_damaged_file_is_ignored(tried, auto_recipe, content):
+    found, _ = tried(3.0, 2.0, 4.0)
     Path(found["file"]).write_text(content)
-    assert fastest.measured_choice(auto_recipe, machine()) is None
+    assert trials.measured_choice(auto_recipe, machine()) is None
 
 
 def test_median_step_scales_with_micro_batches():

@@ -14,8 +14,8 @@ from launcher.checkpoint.resume import Fresh
 from launcher.console import bytes_as_text
 from launcher.distributed.separate_process import run_in_process
 from launcher.errors import RecipeError, TrainingError
-from launcher.planner import choice
-from launcher.planner.facts import Facts
+from launcher.planner import auto
+from launcher.planner.facts import Facts, profiled
 from launcher.planner.machine import known_machine
 from launcher.planner.memory import HostMemory
 from launcher.planner.plan import estimated_plan, make_plan
@@ -42,21 +42,21 @@ from tests.unit.planner.example_plans import (
 )
 
 FAILED = {"event": "failed", "reason": "out_of_memory", "ranks": 8}
-FAILED |= choice.recorded_settings(RECIPE, machine())
+FAILED |= auto.recorded_settings(RECIPE, machine())
 
 
 def searched(recipe, machine, *events, **more):
     """The configuration that a search chooses, and why."""
     facts = Facts(ranks=machine.ranks, machine=machine, events=events, **more)
-    return choice.choose_configuration(recipe, facts)
+    return auto.choose_configuration(recipe, facts)
 
 
 def test_recipe_without_auto_is_unchanged():
     assert (
         resolve.resolve_by_machine(RECIPE, machine(), start=Fresh(), ranks=None, run=None) is RECIPE
     )
-    assert choice.open_keys(RECIPE) == []
-    assert choice.open_keys(AUTO_RECIPE) == ["strategy.kind", "batch.micro_batch_size"]
+    assert auto.SEARCH.open(RECIPE) == []
+    assert auto.SEARCH.open(AUTO_RECIPE) == ["strategy.kind", "batch.micro_batch_size"]
 
 
 def test_choose_takes_the_fastest_that_fits(monkeypatch):
@@ -66,7 +66,7 @@ def test_choose_takes_the_fastest_that_fits(monkeypatch):
         limits.append(limit_micro_batch)
         return configuration((), example_plan(), 74_000, micro=2)
 
-    monkeypatch.setattr(choice, "fastest_that_fits", fastest)
+    monkeypatch.setattr(auto, "fastest_that_fits", fastest)
     recipe, why = searched(AUTO_RECIPE, machine(), FAILED)
     assert (limits, recipe.batch.micro_batch_size) == ([3], 2)
     assert why == (
@@ -91,7 +91,7 @@ def test_on_a_cpu_half_of_the_memory_stays_free_and_micro_batches_are_short(monk
     chosen, why = searched(wide, on_cpu(64 * GIB))
     small = chosen.batch.micro_batch_size
     assert re.search("; a step takes about .* by plan, with batch.global_batch_size=[0-9]+ ", why)
-    monkeypatch.setattr(choice, "CPU_SECONDS", 1e6)
+    monkeypatch.setattr(auto, "CPU_SECONDS", 1e6)
     chosen, why = searched(wide, on_cpu(64 * GIB))
     assert chosen.batch.micro_batch_size > small
     needs = estimated_plan(
@@ -105,16 +105,14 @@ def test_on_a_cpu_half_of_the_memory_stays_free_and_micro_batches_are_short(monk
 def test_choice_with_little_room_says_so(monkeypatch):
     plan = dataclasses.replace(example_plan(), room=40 * GIB)
     chosen = configuration(("strategy.kind=fsdp",), plan, 74_000)
-    monkeypatch.setattr(choice, "fastest_that_fits", lambda *_, **__: chosen)
+    monkeypatch.setattr(auto, "fastest_that_fits", lambda *_, **__: chosen)
     _, why = searched(AUTO_RECIPE, machine())
     assert why.endswith("(59,000 to 93,000); slow, because less than 40.0 GiB are to spare")
 
 
 def test_error_has_suggestions_if_nothing_fits(monkeypatch):
-    monkeypatch.setattr(choice, "fastest_that_fits", lambda *_, **__: None)
-    monkeypatch.setattr(
-        choice, "search_configurations", lambda *_, **__: example_search(fits=False)
-    )
+    monkeypatch.setattr(auto, "fastest_that_fits", lambda *_, **__: None)
+    monkeypatch.setattr(auto, "search_configurations", lambda *_, **__: example_search(fits=False))
     with pytest.raises(RecipeError) as caught:
         searched(AUTO_RECIPE, machine(memory=8 * GIB), must_fit=True)
     assert caught.value.problems == [
@@ -126,7 +124,7 @@ def test_error_has_suggestions_if_nothing_fits(monkeypatch):
     with pytest.raises(RecipeError, match=r"8\.0 GiB each and 64\.0 GiB of host memory a node"):
         searched(AUTO_RECIPE, here, must_fit=True)
     other = example_search()
-    monkeypatch.setattr(choice, "search_configurations", lambda *_, **__: other)
+    monkeypatch.setattr(auto, "search_configurations", lambda *_, **__: other)
     with pytest.raises(RecipeError) as caught:
         searched(AUTO_RECIPE, machine(memory=8 * GIB), must_fit=True)
     assert caught.value.problems[1].endswith(f": {' '.join(other.best.overrides)}")
@@ -135,7 +133,7 @@ def test_error_has_suggestions_if_nothing_fits(monkeypatch):
 
 
 def failed_before(recipe, *events):
-    return choice.failed_micro_batches(recipe, Facts(ranks=8, machine=machine(), events=events))
+    return auto.failed_micro_batches(recipe, Facts(ranks=8, machine=machine(), events=events))
 
 
 def test_only_failures_with_the_same_settings_count():
@@ -174,7 +172,7 @@ def test_separate_process_receives_recipe_and_machine():
 # When gradients are reduced and weights freed
 
 
-SYNC, RESHARD = choice.COLLECTIVES
+SYNC, RESHARD = auto.COLLECTIVE_KEYS
 NAMED = ["recipe=quickstart", "strategy.kind=fsdp", "batch.micro_batch_size=2"]
 
 
@@ -187,20 +185,20 @@ def gpus(memory):
 
 
 def with_collectives(recipe, *values):
-    chosen = dict(zip(choice.COLLECTIVES, values, strict=True))
+    chosen = dict(zip(auto.COLLECTIVE_KEYS, values, strict=True))
     return dataclasses.replace(recipe, strategy=dataclasses.replace(recipe.strategy, **chosen))
 
 
 def with_profile(recipe, machine, **more):
     """What a plan knows."""
-    profiles = choice.profiled(machine)
+    profiles = profiled(machine)
     return recipe, Facts(ranks=machine.ranks, machine=machine, **{"profiles": profiles} | more)
 
 
 def collectives(recipe, memory, **more):
     """The values chosen for the two keys, and why."""
-    chosen, why = choice.choose_collectives(*with_profile(recipe, gpus(memory), **more))
-    return tuple(getattr(chosen.strategy, key) for key in choice.COLLECTIVES), why
+    chosen, why = auto.choose_collectives(*with_profile(recipe, gpus(memory), **more))
+    return tuple(getattr(chosen.strategy, key) for key in auto.COLLECTIVE_KEYS), why
 
 
 def needed(recipe, *values):
@@ -239,14 +237,14 @@ def test_collectives_stay_if_the_memory_is_not_known_or_too_small():
     own = dataclasses.replace(loaded(), model=Model(builder="package.module:build"))
     full = profile_model(loaded(), device="cuda")
     profiles = dataclasses.replace(full, saved={}), lambda: full
-    chosen, _ = choice.choose_collectives(
+    chosen, _ = auto.choose_collectives(
         *with_profile(own, gpus(80 * GIB), profiles=lambda _: profiles)
     )
     assert chosen == with_collectives(own, True, True), "what the user's own model saves is unknown"
     # The quick estimate is too high to say that it fits, and the model cannot be traced
     blocks_of_unknown_size = dataclasses.replace(full, saved={}, packed_attention=False)
     profiles = blocks_of_unknown_size, lambda: blocks_of_unknown_size
-    chosen, _ = choice.choose_collectives(
+    chosen, _ = auto.choose_collectives(
         *with_profile(loaded(), gpus(80 * GIB), profiles=lambda _: profiles)
     )
     assert chosen == with_collectives(loaded(), True, True)
@@ -256,16 +254,16 @@ def test_the_reason_names_the_memory_that_decides():
     """On GPUs the collectives take no host memory. On CPUs a checkpoint takes some beside a rank's."""
     recipe = loaded("model.config.hidden_size=1024", "checkpoint.every_steps=5")
     here = dataclasses.replace(gpus(80 * GIB), host_memory=GIB)
-    chosen, why = choice.choose_collectives(*with_profile(recipe, here))
+    chosen, why = auto.choose_collectives(*with_profile(recipe, here))
     assert chosen == with_collectives(recipe, False, False)
     assert why.endswith("by estimate 15% of 80.0 GiB of GPU memory or more stay free")
     small = dataclasses.replace(here, memory=GIB)
-    _, why = choice.choose_collectives(*with_profile(recipe, small))
+    _, why = auto.choose_collectives(*with_profile(recipe, small))
     assert why.endswith("fewer collectives would leave less than 15% of 1.0 GiB of GPU memory free")
 
     full = profile_model(recipe, device="cpu")
     cpus = dataclasses.replace(here, name="CPU", device="cpu", memory=8 * GIB)
-    chosen, why = choice.choose_collectives(*with_profile(recipe, cpus))
+    chosen, why = auto.choose_collectives(*with_profile(recipe, cpus))
     assert chosen == with_collectives(recipe, True, True)
     needed = min(
         estimated_plan(
@@ -277,7 +275,7 @@ def test_the_reason_names_the_memory_that_decides():
         f"fewer collectives would need {bytes_as_text(needed)} of a node's 1.0 GiB of host memory"
     )
     cpus = dataclasses.replace(cpus, memory=2**28, host_memory=16 * GIB)
-    _, why = choice.choose_collectives(*with_profile(recipe, cpus))
+    _, why = auto.choose_collectives(*with_profile(recipe, cpus))
     assert why.endswith("less than 15% of 256.0 MiB of host memory a rank free")
 
 
@@ -363,10 +361,10 @@ def test_a_gpu_that_is_too_small_is_a_warning_before_the_start(node, caplog):
 
 
 def test_only_auto_that_matters_is_replaced():
-    assert choice.open_collectives(loaded(), ranks=2) == [SYNC, RESHARD]
-    assert choice.open_collectives(loaded("batch.micro_batch_size=8"), ranks=2) == [RESHARD]
-    assert choice.open_collectives(loaded("strategy.kind=ddp"), ranks=2) == []
-    assert choice.open_collectives(loaded("strategy.kind=auto"), ranks=2) == [], "the search does"
+    assert auto.open_collectives(loaded(), ranks=2) == [SYNC, RESHARD]
+    assert auto.open_collectives(loaded("batch.micro_batch_size=8"), ranks=2) == [RESHARD]
+    assert auto.open_collectives(loaded("strategy.kind=ddp"), ranks=2) == []
+    assert auto.open_collectives(loaded("strategy.kind=auto"), ranks=2) == [], "the search does"
     assert collectives(loaded("batch.micro_batch_size=8"), 80 * GIB)[0] == ("auto", False)
     assert collectives(loaded(f"strategy.{SYNC}=true"), 80 * GIB)[0] == (True, False)
     given = loaded(f"strategy.{SYNC}=true", f"strategy.{RESHARD}=true", "model.keep_logits=false")
@@ -376,13 +374,13 @@ def test_only_auto_that_matters_is_replaced():
 def test_resume_keeps_the_collectives_of_the_checkpoint():
     recipe = loaded()
     for values in itertools.product((False, True), repeat=2):
-        earlier = dict(zip(choice.COLLECTIVES, values, strict=True))
+        earlier = dict(zip(auto.COLLECTIVE_KEYS, values, strict=True))
         kept, why = collectives(recipe, 80 * GIB, exact=earlier)
         assert (kept, why) == (values, "as in the checkpoint, so that the resume is exact")  # fmt: skip
     # Earlier versions recorded their default, which meant true
     assert collectives(recipe, 80 * GIB, exact={SYNC: "auto", RESHARD: True})[0] == (True, True)
     # 15 % need not stay free, but it must fit
-    faster = dict.fromkeys(choice.COLLECTIVES, False)
+    faster = dict.fromkeys(auto.COLLECTIVE_KEYS, False)
     fits = needed(recipe, False, False)
     assert collectives(recipe, round(0.9 * fits), exact=faster)[0] == (False, False)
     assert collectives(recipe, round(0.8 * fits), exact=faster)[0] != (False, False)
@@ -391,9 +389,9 @@ def test_resume_keeps_the_collectives_of_the_checkpoint():
 def test_collectives_that_ran_out_of_memory_are_not_chosen_again():
     recipe, here = loaded(), gpus(80 * GIB)
     noted = {"event": "failed", "reason": "out_of_memory", "ranks": 2}
-    noted |= choice.recorded_settings(with_collectives(recipe, False, False), here)
+    noted |= auto.recorded_settings(with_collectives(recipe, False, False), here)
 
-    earlier = dict.fromkeys(choice.COLLECTIVES, False)
+    earlier = dict.fromkeys(auto.COLLECTIVE_KEYS, False)
 
     def failed(**changes):
         values, why = collectives(recipe, 80 * GIB, exact=earlier, events=[noted | changes])
@@ -401,7 +399,7 @@ def test_collectives_that_ran_out_of_memory_are_not_chosen_again():
         return values == (True, True)
 
     assert failed()
-    assert not failed(**dict.fromkeys(choice.COLLECTIVES, True))
+    assert not failed(**dict.fromkeys(auto.COLLECTIVE_KEYS, True))
     assert not failed(ranks=4)
     assert not failed(micro_batch_size=4)
 
@@ -417,7 +415,7 @@ LARGE = (
 
 
 def logits(recipe, memory, **more):
-    return choice.choose_logits(*with_profile(recipe, gpus(memory), **more))
+    return auto.choose_logits(*with_profile(recipe, gpus(memory), **more))
 
 
 def test_logits_are_kept_where_that_leaves_room():
@@ -445,7 +443,7 @@ def test_kept_logits_that_ran_out_of_memory_are_not_chosen_again():
     recipe, here = loaded(*LARGE), gpus(80 * GIB)
     noted = {"event": "failed", "reason": "out_of_memory", "ranks": 2}
     kept = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, keep_logits=True))
-    noted |= choice.recorded_settings(kept, here)
+    noted |= auto.recorded_settings(kept, here)
 
     def failed(**changes):
         chosen, why = logits(recipe, 80 * GIB, events=[noted | changes])
@@ -453,13 +451,13 @@ def test_kept_logits_that_ran_out_of_memory_are_not_chosen_again():
         return not chosen.model.keep_logits
 
     assert failed()
-    assert failed(**dict.fromkeys(choice.COLLECTIVES, True)), "collectives may differ"
+    assert failed(**dict.fromkeys(auto.COLLECTIVE_KEYS, True)), "collectives may differ"
     assert not failed(keep_logits=False)
     assert not failed(micro_batch_size=4)
     # Micro-batches that ran out of memory with kept logits may fit without them
     sized = loaded(*LARGE, "batch.micro_batch_size=auto")
     facts = Facts(ranks=2, machine=here, events=[noted])
-    assert choice.failed_micro_batches(sized, facts) == [2]
+    assert auto.failed_micro_batches(sized, facts) == [2]
 
 
 @pytest.mark.parametrize("device", ["cuda", "cpu"])

@@ -1,48 +1,47 @@
-"""Chooses a configuration for a machine: whether blocks are compiled, strategy and micro-batch by a
-search, when gradients are reduced and weights freed, and whether logits are kept."""
+"""What `auto` stands for, and why: the function that chooses the values of each key, a table of all
+keys that may be `auto`, and `resolve`, which replaces them.
+
+`choose_configuration` chooses strategy and micro-batch, by the search of search.py or by what trials.py
+has measured here. Keys that follow from the rows are in sizes.py. recipe/derived.py replaces what the recipe
+alone decides when it is loaded, such as `model.compile` beside a key that excludes it. The commands that
+plan and a run (`run/resolve.py`) do the rest here.
+"""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from launcher.console import bytes_as_text, seconds_as_text
 from launcher.errors import RecipeError
 from launcher.planner.candidates import Configuration
 from launcher.planner.facts import Facts, Profiles
-from launcher.planner.fastest import measured_choice
 from launcher.planner.formatting import batch_text, needs_text, strategy_text
 from launcher.planner.machine import DISK, Machine
 from launcher.planner.memory import Plan
 from launcher.planner.plan import estimated_plan
-from launcher.planner.profile import (
-    ModelProfile,
-    profile_model,
-    profile_of_shapes,
-    with_saved,
-)
 from launcher.planner.recipe_values import has_reductions_to_choose, micro_batches_of
-from launcher.planner.search import fastest_that_fits, search_configurations
+from launcher.planner.search import concrete, fastest_that_fits, search_configurations
+from launcher.planner.sizes import choose_rate, choose_sizes
 from launcher.planner.speed import estimate_time
+from launcher.planner.trials import measured_choice
 from launcher.planner.work import Work, with_most_saved
 from launcher.recipe.decode import value_of
-from launcher.recipe.derived import with_value
+from launcher.recipe.derived import Choices, Derived, open_sizes, stands_for, with_value
 from launcher.recipe.schema import Recipe
+from launcher.recipe.section import AutoFloat, AutoInt
+from launcher.recipe.yaml_text import as_override, changes_between, overrides_between
 from launcher.reliability.json_files import Json
 from launcher.strategies.base import compute_dtype, dtype_name
-from launcher.training.model import PreparedModel
-
-logger = logging.getLogger(__name__)
 
 COST = "each block then launches some 60 more kernels in a micro-batch"
 """Measured on null GPUs: 57 for a Llama block, 76 with full activation checkpointing."""
-COLLECTIVES = ("sync_every_micro_batch", "reshard_after_forward")
+COLLECTIVE_KEYS = ("sync_every_micro_batch", "reshard_after_forward")
 """Keys of `strategy`. Their `auto` becomes false if `ROOM` of the memory stays free with false, and
 else true."""
 HOURS_BETWEEN_FAILURES = 45_000
@@ -63,46 +62,12 @@ SLOW_STEP = 60.0
 batch."""
 
 
-def open_keys(recipe: Recipe) -> list[str]:
-    """The keys that are `auto` and are decided by a search, and with them when gradients are reduced
-    and weights freed."""
-    keys = ("strategy.kind", "batch.micro_batch_size")
-    return [key for key in keys if value_of(recipe, key) == "auto"]
-
-
 def open_collectives(recipe: Recipe, *, ranks: int) -> list[str]:
-    """The keys in `COLLECTIVES` that are `auto` and have an effect; empty if the plan decides."""
-    if recipe.strategy.kind != "fsdp" or open_keys(recipe) or recipe.uses_one_rank(ranks):
+    """The keys in `COLLECTIVE_KEYS` that are `auto` and have an effect; empty if the plan decides."""
+    if recipe.strategy.kind != "fsdp" or SEARCH.open(recipe) or recipe.uses_one_rank(ranks):
         return []
-    keys = COLLECTIVES if has_reductions_to_choose(recipe, ranks=ranks) else COLLECTIVES[1:]
+    keys = COLLECTIVE_KEYS if has_reductions_to_choose(recipe, ranks=ranks) else COLLECTIVE_KEYS[1:]
     return [key for key in keys if getattr(recipe.strategy, key) == "auto"]
-
-
-def profiles_of(
-    recipe: Recipe, prepared: PreparedModel, machine: Machine
-) -> Callable[[], Profiles]:
-    """A function that returns the profiles of a run's model. Each is made when it is first needed."""
-
-    @cache
-    def shapes() -> ModelProfile:
-        return profile_of_shapes(prepared, recipe, device=machine.device)
-
-    @cache
-    def with_activations() -> ModelProfile:
-        copied = dataclasses.replace(prepared, model=copy.deepcopy(prepared.model))
-        return with_saved(shapes(), copied, recipe, dtypes={compute_dtype(recipe.strategy)})
-
-    return lambda: (shapes(), with_activations)
-
-
-def profiled(machine: Machine) -> Callable[[Recipe], Profiles]:
-    """`Facts.profiles` for a plan."""
-
-    def profiles(recipe: Recipe) -> Profiles:
-        full = profile_model(recipe, device=machine.device)
-        return dataclasses.replace(full, saved={}), lambda: full
-
-    return profiles
 
 
 def choose_compile(recipe: Recipe, facts: Facts) -> tuple[Recipe, str]:
@@ -118,7 +83,7 @@ def choose_compile(recipe: Recipe, facts: Facts) -> tuple[Recipe, str]:
 
 
 def choose_collectives(recipe: Recipe, facts: Facts) -> tuple[Recipe, str] | None:
-    """Replaces `auto` in `COLLECTIVES` by the fewest collectives with which `ROOM` of the memory
+    """Replaces `auto` in `COLLECTIVE_KEYS` by the fewest collectives with which `ROOM` of the memory
     stays free by estimate. On CPUs the host memory of a node must suffice for them, too, together
     with data and checkpoints. On GPUs the host memory does not depend on the collectives. Returns the
     recipe and the reason; None if no key is `auto` that has an effect."""
@@ -160,7 +125,7 @@ def choose_collectives(recipe: Recipe, facts: Facts) -> tuple[Recipe, str] | Non
 
     # An earlier version recorded `auto`, which meant true
     kept = _with_strategy(recipe, {key: (earlier or {}).get(key) is not False for key in keys})
-    if any(False in map(event.get, COLLECTIVES) for event in _failures(recipe, facts)):
+    if any(False in map(event.get, COLLECTIVE_KEYS) for event in _failures(recipe, facts)):
         why = f"with {what} an earlier start ran out of memory"
     elif earlier is not None and (not known or kept == most or leaves(0, kept)):
         chosen, why = kept, "as in the checkpoint, so that the resume is exact"
@@ -305,7 +270,7 @@ def _nothing_fits(recipe: Recipe, machine: Machine) -> RecipeError:
     if machine.host_memory is not None:
         of += f" and {bytes_as_text(machine.host_memory)} of host memory a node"
     devices = f"{machine.ranks} x {machine.name}"
-    problem = f"{open_keys(recipe)[0]}: auto: no configuration fits {devices}{of}"
+    problem = f"{SEARCH.open(recipe)[0]}: auto: no configuration fits {devices}{of}"
     result = search_configurations(recipe, machine)
     suggestions = result.suggestions
     if (best := result.best) is not None:  # it changes more keys than those that are auto
@@ -358,7 +323,7 @@ def recorded_settings(recipe: Recipe, machine: Machine) -> Json:
         "checkpointing": None if checkpointing is None else checkpointing.mode,
         "cpu_offload": offload is not None and (offload.what == "all" or offload.what),
         "keep_logits": recipe.model.keep_logits,
-    } | {key: getattr(recipe.strategy, key) for key in COLLECTIVES}
+    } | {key: getattr(recipe.strategy, key) for key in COLLECTIVE_KEYS}
 
 
 def failed_micro_batches(recipe: Recipe, facts: Facts) -> list[int]:
@@ -378,10 +343,161 @@ def _failures(recipe: Recipe, facts: Facts, *except_for: str) -> list[Json]:
     assert facts.machine is not None
     same = recorded_settings(recipe, facts.machine) | {"ranks": facts.ranks}
     same |= {"event": "failed", "reason": "out_of_memory"}
-    for key in ("keep_logits", *COLLECTIVES, *except_for):
+    for key in ("keep_logits", *COLLECTIVE_KEYS, *except_for):
         del same[key]
     return [
         event
         for event in facts.events
         if all(event.get(name) == value for name, value in same.items())
     ]
+
+
+# The table of decisions, and what makes them
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Who replaces `auto` in some keys, which are decided together."""
+
+    keys: tuple[str, ...]
+    needs: Literal["recipe", "rows", "machine", "model"]
+    """The last fact that must be known."""
+    kept_on_resume: bool
+    """Whether a run that resumes takes the values of its checkpoint. Those of COMPILE and COLLECTIVES
+    may be impossible there, so their functions see to it."""
+    choose: Callable[[Recipe, Facts], tuple[Recipe, str | Choices] | None]
+    """The recipe with values in place of `auto`, and the reason, or the choices with a reason each.
+    None: there is nothing to choose, or it cannot be chosen."""
+
+    def open(self, recipe: Recipe) -> list[str]:
+        """The keys that are `auto`."""
+        return [key for key in self.keys if is_auto(value_of(recipe, key))]
+
+
+def is_auto(value: object) -> bool:
+    """Whether a value of a recipe is `auto`."""
+    return value == "auto" or isinstance(value, AutoInt | AutoFloat)
+
+
+RATE = Decision(
+    keys=("optimizer.learning_rate",), needs="recipe", kept_on_resume=True, choose=choose_rate
+)
+SIZES = Decision(
+    keys=(
+        "data.validation_split",
+        "data.sequence_length",
+        "data.packing",
+        "batch.global_batch_size",
+        "run.epochs",
+        "schedule.warmup_steps",
+        "evaluation.every_steps",
+        "checkpoint.every_steps",
+    ),
+    needs="rows",
+    kept_on_resume=True,
+    choose=choose_sizes,
+)
+COMPILE = Decision(
+    keys=("model.compile",), needs="machine", kept_on_resume=True, choose=choose_compile
+)
+SEARCH = Decision(
+    keys=("strategy.kind", "batch.micro_batch_size"),
+    needs="machine",
+    kept_on_resume=False,
+    choose=choose_configuration,
+)
+"""It also chooses the keys of COLLECTIVES that are `auto`, and with the strategy the activation
+checkpointing."""
+COLLECTIVES = Decision(
+    keys=tuple(f"strategy.{key}" for key in COLLECTIVE_KEYS),
+    needs="model",
+    kept_on_resume=True,
+    choose=choose_collectives,
+)
+LOGITS = Decision(
+    keys=("model.keep_logits",), needs="model", kept_on_resume=False, choose=choose_logits
+)
+"""The bits are the same with each value, so a run that resumes may choose again."""
+SAVES = Decision(
+    keys=("checkpoint.every_steps",), needs="model", kept_on_resume=True, choose=choose_saves
+)
+
+DECISIONS = (RATE, SIZES, COMPILE, SEARCH, COLLECTIVES, LOGITS, SAVES)
+"""All of them, in the order in which they are made."""
+
+NAMES = {
+    "run.device": "distributed/process_group.py",
+    "model.attention": "models/build.py",
+    "data.prompt_format": "data/encoder.py",
+    "embedding.pooling": "objectives/embedding.py",
+    "checkpoint.resume": "checkpoint/resume.py",
+}
+"""Keys in which `auto` is one of several names: a recipe keeps it, and this module acts by it."""
+
+
+def needing(*facts: str) -> list[Decision]:
+    """The decisions for which these are the last facts."""
+    return [decision for decision in DECISIONS if decision.needs in facts]
+
+
+def resolve(
+    recipe: Recipe, facts: Facts, decisions: Iterable[Decision]
+) -> tuple[Recipe, list[Choices]]:
+    """The recipe with values in place of each `auto` that has an effect, as far as these decisions
+    go, and what each of them chose. Raises RecipeError as they do."""
+    chosen = []
+    for decision in decisions:
+        if decision.open(recipe) and (found := decision.choose(recipe, facts)) is not None:
+            before, (recipe, why) = recipe, found
+            if isinstance(why, str):  # for all that has changed
+                changes = changes_between(before, recipe)
+                why = {key: Derived(value, why) for key, value in changes}
+            chosen.append(why)
+    return recipe, chosen
+
+
+def resolve_for_plan(
+    recipe: Recipe, facts: Facts, *, logits: bool = True
+) -> tuple[Recipe, list[str], list[str]]:
+    """The recipe with values in place of each `auto` that depends on machine and model, the overrides
+    that do the same, and notes. If nothing fits, the recipe has the values that need the least
+    memory. logits: also decide whether logits are kept."""
+    assert facts.machine is not None
+    resolved, chosen = resolve(recipe, facts, needing("machine"))
+    notes = [f"auto stands for {choices_text(choices)}" for choices in chosen]
+    if SEARCH.open(resolved):
+        open_, resolved = resolved, concrete(resolved, facts.machine)
+        unknown = facts.machine.memory is None and facts.machine.host_memory is None
+        why = "no memory is known to choose for" if unknown else "nothing fits"
+        shown = " ".join(overrides_between(open_, resolved))
+        notes.append(f"auto is shown as {shown}: {why}")
+    resolved, chosen = resolve(resolved, facts, needing("model") if logits else [COLLECTIVES])
+    notes += [f"auto stands for {choices_text(choices)}" for choices in chosen]
+    return resolved, [*overrides_between(recipe, resolved)], notes
+
+
+def settled(recipe: Recipe) -> Recipe:
+    """A resolved recipe in which the keys that have no effect in this run have values, too: those
+    that they act as. So nothing in it is `auto` any more."""
+    strategy, model = recipe.strategy, recipe.model
+    acts_as: dict[str, Any] = {
+        "model.keep_logits": model.keeps_logits,
+        "strategy.reshard_after_forward": strategy.reshards_after_forward,
+        "strategy.sync_every_micro_batch": strategy.syncs_every_micro_batch,
+    }
+    # Sizes are open where a run resumes from a checkpoint that is older than the key
+    acts_as |= {key: stands_for(recipe, key) for key in open_sizes(recipe)}
+    for key, value in acts_as.items():
+        recipe = with_value(recipe, key, value)
+    return recipe
+
+
+def overrides_of(choices: Choices) -> list[str]:
+    """The overrides that make the choices."""
+    return [as_override(key, choice.value) for key, choice in choices.items()]
+
+
+def choices_text(choices: Choices) -> str:
+    """`KEY=VALUE KEY=VALUE: reason`, of choices that have the same reason."""
+    (reason,) = {choice.reason for choice in choices.values()}
+    return " ".join(overrides_of(choices)) + (f": {reason}" if reason else "")
