@@ -47,6 +47,8 @@ class Chain:
     """Those that are called after the blocks: norm and head."""
     tied: str | None
     """The embedding that shares its weight with the head. The first and the last stage have it."""
+    in_tuples: bool
+    """Whether a block returns a tuple, whose only tensor is its output."""
     whole: nn.Module
     """A copy of the model that stays on the meta device and is never divided, for names and sizes."""
 
@@ -61,7 +63,6 @@ def chain_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Chain:
 
     if getattr(config, "output_router_logits", False):
         raise refuse("has an auxiliary loss over the routers of all blocks (output_router_logits)")
-    called, outputs, problems = list[str](), list[Any](), list[str]()
     inside = {module for block in blocks.values() for module in block.modules()}
     if any(getattr(config, key, 0) for key in ("layerdrop", "decoder_layerdrop")):
         raise refuse("skips blocks at random (layerdrop)")
@@ -72,12 +73,49 @@ def chain_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Chain:
         for full, module in model.named_modules()
         if module not in inside and any(p is not None for p in module._parameters.values())
     }
+    why, called, in_tuples = "", list[str](), False
+    # With the first form of mask, transformers reads no values to make one. Some models take the second
+    for in_tuples, mask in itertools.product((False, True), ((1, 1, 8, 8), (1, 8))):
+        called, found = _trial(model, blocks, outer, in_tuples=in_tuples, mask=mask)
+        if found is None:
+            break
+        why = why or found
+    else:
+        raise refuse(why)
+    order = [full for full in called if full in blocks]
+    start, end = called.index(order[0]), len(called) - called[::-1].index(order[-1])
+    before, after = called[:start], called[end:]
+    if lost := [full for full in outer if full not in before + after]:
+        raise refuse(f"does not call {lost[0]} before or after its blocks")
+    if both := {*before} & {*after}:
+        raise refuse(f"calls {both.pop()} before and after its blocks")
+    first, last = embeddings(model)
+    shared = getattr(last, "weight", None)
+    tied = next((n for n in before if outer[n] is first and first.weight is shared), None)
+    shared_parts = [getattr(model, name, None) for name in ("config", "generation_config")]
+    whole = copy.deepcopy(model, {id(part): part for part in shared_parts})
+    return Chain(tuple(blocks), tuple(before), tuple(after), tied, in_tuples, whole)
+
+
+def _trial(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    outer: Mapping[str, nn.Module],
+    *,
+    in_tuples: bool,
+    mask: tuple[int, ...],
+) -> tuple[list[str], str | None]:
+    """A forward pass of a model whose blocks do nothing. outer: the modules that have parameters beside
+    them. in_tuples: whether blocks return a tuple. mask: the shape of the mask. Returns the names of the
+    modules in the order of their calls, and why the blocks are no chain."""
+    called, outputs, problems = list[str](), list[Any](), list[str]()
+    width = text_config(model).hidden_size
 
     def stand_in(full: str) -> Any:
         """In the place of a block, which may not run on meta: another activation."""
 
-        def forward(hidden_states: Any, *args: object, **kwargs: object) -> torch.Tensor:
-            if hidden_states.shape != (1, 8, config.hidden_size):
+        def forward(hidden_states: Any, *args: object, **kwargs: object) -> Any:
+            if hidden_states.shape != (1, 8, width):
                 problems.append(f"passes {tuple(hidden_states.shape)} for (1, 8) tokens to {full}")
             if outputs and hidden_states is not outputs[-1]:
                 problems.append(f"computes between its blocks, before {full}")
@@ -86,8 +124,7 @@ def chain_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Chain:
                 problems.append(f"passes results of other layers to {full}")
             called.append(full)
             outputs.append(torch.empty_like(hidden_states))
-            made: torch.Tensor = outputs[-1]
-            return made
+            return (outputs[-1],) if in_tuples else outputs[-1]
 
         return forward
 
@@ -105,12 +142,12 @@ def chain_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Chain:
         for parameter in frozen:
             parameter.requires_grad_()
         ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
-        # With this form of mask, transformers reads no values to make one
-        mask = torch.zeros(1, 1, 8, 8, device="meta")
         with torch.enable_grad():
-            model.eval()(input_ids=ids, attention_mask=mask, use_cache=False)
+            model.eval()(
+                input_ids=ids, attention_mask=torch.zeros(mask, device="meta"), use_cache=False
+            )
     except Exception as error:  # models raise anything on inputs that they do not expect
-        raise refuse(f"cannot run without values ({type(error).__name__})") from error
+        problems.append(f"cannot run without values ({type(error).__name__})")
     finally:
         model.train(training)
         for parameter in frozen:
@@ -121,21 +158,9 @@ def chain_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Chain:
                 block.forward = forward
         for handle in handles:
             handle.remove()
-    order = [full for full in called if full in blocks]
-    if not order or order != list(blocks) or problems:
-        raise refuse((problems or ["does not call each of its blocks once, in order"])[0])
-    start, end = called.index(order[0]), len(called) - called[::-1].index(order[-1])
-    before, after = called[:start], called[end:]
-    if lost := [full for full in outer if full not in before + after]:
-        raise refuse(f"does not call {lost[0]} before or after its blocks")
-    if both := {*before} & {*after}:
-        raise refuse(f"calls {both.pop()} before and after its blocks")
-    first, last = embeddings(model)
-    shared = getattr(last, "weight", None)
-    tied = next((n for n in before if outer[n] is first and first.weight is shared), None)
-    shared_parts = [getattr(model, name, None) for name in ("config", "generation_config")]
-    whole = copy.deepcopy(model, {id(part): part for part in shared_parts})
-    return Chain(tuple(blocks), tuple(before), tuple(after), tied, whole)
+    if [full for full in called if full in blocks] != list(blocks) or not blocks:
+        problems.append("does not call each of its blocks once, in order")
+    return called, next(iter(problems), None)
 
 
 def shared_parameters(model: nn.Module) -> list[str]:
@@ -218,12 +243,15 @@ def stages_of(
 class _Elsewhere(nn.Module):
     """Stands in the place of a block of another stage."""
 
-    def __init__(self, pass_by: Callable[[int, torch.Tensor], Any], index: int) -> None:
+    def __init__(
+        self, pass_by: Callable[[int, torch.Tensor], Any], index: int, *, in_tuples: bool
+    ) -> None:
         super().__init__()
-        self._pass_by, self._index = pass_by, index
+        self._pass_by, self._index, self._in_tuples = pass_by, index, in_tuples
 
     def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
-        return self._pass_by(self._index, hidden_states)
+        output = self._pass_by(self._index, hidden_states)
+        return (output,) if self._in_tuples else output
 
 
 class _Before(nn.Module):
@@ -312,11 +340,12 @@ class StagedModel:
         """For each module that only one stage has: the stage, and what stands in its place."""
         for stage, part in enumerate(stages):
             for index in part:
-                self._places[chain.blocks[index]] = stage, _Elsewhere(self._pass_by, index)
+                place: nn.Module = _Elsewhere(self._pass_by, index, in_tuples=chain.in_tuples)
+                self._places[chain.blocks[index]] = stage, place
         self._places |= {name: (0, _Before(self._get_received)) for name in chain.before}
         for name in chain.after:
             module = model.get_submodule(name)
-            place: nn.Module = _After(getattr(module, "out_features", None))
+            place = _After(getattr(module, "out_features", None))
             if head is not None and head.layer is module:
                 place.forward = module.forward
             self._places[name] = self.count - 1, place
@@ -344,9 +373,11 @@ class StagedModel:
 
     # Who has what
 
-    def parts_of_rank(self) -> list[range]:
-        """The numbers of this rank's blocks."""
-        return [self._stages[stage] for stage in self.own]
+    def blocks_text(self, rank: int) -> str:
+        """The numbers of the blocks of a rank in the group."""
+        parts = self._stages[rank :: self.links.size]
+        names = (f"{part.start} to {part.stop - 1}" if len(part) > 1 else f"{part.start}" for part in parts)
+        return " and ".join(names)
 
     def is_last(self, stage: int) -> bool:
         """Whether a stage computes the loss."""

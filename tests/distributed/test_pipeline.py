@@ -1,5 +1,6 @@
 """Runs whose blocks are divided over the stages of a pipeline."""
 
+import re
 import signal
 import sys
 
@@ -166,3 +167,20 @@ def test_a_stage_that_fails_is_named_with_its_error(folder, tmp_path, fault, say
     failed = torchrun(FAULTY, *arguments, ranks=2, timeout=90, FAULT=fault)
     assert failed.status not in (0, 75)
     assert says in failed.output, failed.output
+
+
+def test_each_stage_has_its_times(trained, folder):
+    run_dir = trained("4 stages on 2 ranks")
+    records = [line for line in read_lines(run_dir / "metrics.jsonl") if "loss" in line]
+    for record in records:
+        assert len(record["stages"]) == 2
+        for stage in record["stages"]:
+            assert all(seconds > 0 for seconds in stage.values()), stage
+            assert sum(stage.values()) < record["step_seconds"]
+    log = (run_dir / "log/rank_0.log").read_text()
+    assert re.search(r"stage [12] of 2 computes longest, \d+% of a step; the stages wait for", log)
+    page = folder / "report.html"
+    run([sys.executable, "-m", "launcher", "report", run_dir, f"out={page}"]).check()
+    assert "Stages of the pipeline" in (text := page.read_text())
+    assert "stage 1, blocks 0 and 2" in text
+    assert "stage 2, blocks 1 and 3" in text
