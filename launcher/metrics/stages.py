@@ -32,7 +32,9 @@ def slowest_stage(stages: Sequence[Mapping[str, float]]) -> int:
     return max(range(len(stages)), key=lambda rank: _compute(stages[rank]))
 
 
-def expected_wait(stages: Sequence[Mapping[str, float]], *, micro_batches: int, chunks: int) -> float:
+def expected_wait(
+    stages: Sequence[Mapping[str, float]], *, micro_batches: int, chunks: int
+) -> float:
     """Seconds that the slowest stage waits for others in a step by the order of its passes, as `launcher
     plan` assumes them. micro_batches: of a step on a rank. chunks: stages of each rank."""
     once = _compute(stages[slowest_stage(stages)]) / micro_batches

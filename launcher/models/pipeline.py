@@ -26,6 +26,8 @@ from launcher.models.description import (
     embeddings,
     experts_of_token,
     largest_of_layers,
+    modules_without_text,
+    parts_without_text,
     text_config,
 )
 from launcher.models.nf4 import shape_of
@@ -42,7 +44,7 @@ class Chain:
 
     blocks: tuple[str, ...]
     before: tuple[str, ...]
-    """The modules with parameters that are called before the blocks, such as the embedding."""
+    """The modules with parameters that are called before the blocks: towers, and the embedding."""
     after: tuple[str, ...]
     """Those that are called after the blocks: norm and head."""
     tied: str | None
@@ -68,10 +70,13 @@ def chain_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Chain:
         raise refuse("skips blocks at random (layerdrop)")
     if any(getattr(module, "is_kv_shared_layer", False) for module in inside):
         raise refuse("has blocks that use the keys and values of earlier blocks")
+    towers = _towers(model, refuse)
+    of_towers = {module for tower in towers for module in model.get_submodule(tower).modules()}
     outer = {
         full: module
         for full, module in model.named_modules()
-        if module not in inside and any(p is not None for p in module._parameters.values())
+        if module not in inside | of_towers
+        and any(p is not None for p in module._parameters.values())
     }
     why, called, in_tuples = "", list[str](), False
     # With the first form of mask, transformers reads no values to make one. Some models take the second
@@ -94,7 +99,32 @@ def chain_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Chain:
     tied = next((n for n in before if outer[n] is first and first.weight is shared), None)
     shared_parts = [getattr(model, name, None) for name in ("config", "generation_config")]
     whole = copy.deepcopy(model, {id(part): part for part in shared_parts})
-    return Chain(tuple(blocks), tuple(before), tuple(after), tied, in_tuples, whole)
+    return Chain(tuple(blocks), (*towers, *before), tuple(after), tied, in_tuples, whole)
+
+
+def _towers(model: nn.Module, refuse: Callable[[str], RecipeError]) -> list[str]:
+    """The parts that text does not use, which the first stage has."""
+    inside = modules_without_text(model)
+    names = [name for name, module in model.named_modules() if module in inside]
+    own = [f"{name}." for name in names]
+    if lost := [n for n in parts_without_text(model) if not n.startswith(tuple(own))]:
+        raise refuse(f"has the parameter {lost[0]}, which text does not use, beside its towers")
+    towers = record_of(model).towers
+    if towers is not None and not towers.inputs_known:
+        raise refuse("computes the places of images from the activations of the first stage")
+    return names
+
+
+def check_first_stage(model: nn.Module, stages: Sequence[range]) -> None:
+    """Raises RecipeError if features of a tower are added behind more blocks than the first stage
+    has."""
+    towers = record_of(model).towers
+    levels = 0 if towers is None else towers.deeper
+    if levels > len(stages[0]):
+        what = f"adds features of images behind its first {levels} blocks"
+        fewer = f"of which the first stage has {len(stages[0])}"
+        more = "give it more (strategy.pipeline_blocks), or have fewer stages"
+        raise RecipeError(f"{KEY}: {type(model).__name__} {what}, {fewer}; {more}")
 
 
 def _trial(
@@ -363,6 +393,8 @@ class StagedModel:
             self._tied.forward = self._places.pop(str(chain.tied))[1].forward
         if head is not None:
             head.elsewhere = lambda: self._active != self.count - 1
+        if (towers := record_of(model).towers) is not None:
+            towers.elsewhere = lambda: self._active != 0
         for name, (stage, place) in self._places.items():
             if stage not in self.own:
                 model.set_submodule(name, place)
@@ -376,7 +408,10 @@ class StagedModel:
     def blocks_text(self, rank: int) -> str:
         """The numbers of the blocks of a rank in the group."""
         parts = self._stages[rank :: self.links.size]
-        names = (f"{part.start} to {part.stop - 1}" if len(part) > 1 else f"{part.start}" for part in parts)
+        names = (
+            f"{part.start} to {part.stop - 1}" if len(part) > 1 else f"{part.start}"
+            for part in parts
+        )
         return " and ".join(names)
 
     def is_last(self, stage: int) -> bool:

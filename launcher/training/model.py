@@ -158,7 +158,7 @@ class PreparedModel:
                 kept,
                 in_float32=computes_in_float32(model, self.compute_dtype),
                 mixes_dtypes=mixes_dtypes(model, self.compute_dtype),
-                tower=self.tower | prediction_layers(model),
+                tower=divided.present(model, self.tower) | prediction_layers(model),
                 recomputation=None if documents is None else documents.recomputation,
             ),
             strategy=recipe.strategy,

@@ -63,14 +63,17 @@ FAMILIES = {
     "bloom": {**_TOKENS, "hidden_size": 32, "n_head": 4, "n_layer": 4},
     "mpt": {**_TOKENS, "d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 64},
     "cohere2": _SIZES | {"sliding_window": 9, "tie_word_embeddings": True, "logit_scale": 0.5},
-    "exaone4": _SIZES | {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "exaone4": _SIZES
+    | {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma2": _SIZES | {"head_dim": 8, "sliding_window": 9},
     "glm4": _SIZES | {"head_dim": 8, "partial_rotary_factor": 0.5},
-    "granite": _SIZES | {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "granite": _SIZES
+    | {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
     "lfm2": _SIZES | {"full_attn_idxs": [1, 3], "block_multiple_of": 16},
     "nemotron": _SIZES | {"head_dim": 8},
     "phi": _SIZES | {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
-    "qwen2_moe": _SIZES | {
+    "qwen2_moe": _SIZES
+    | {
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 16,
