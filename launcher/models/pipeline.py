@@ -370,12 +370,12 @@ class StagedModel:
         """For each module that only one stage has: the stage, and what stands in its place."""
         for stage, part in enumerate(stages):
             for index in part:
-                place: nn.Module = _Elsewhere(self._pass_by, index, in_tuples=chain.in_tuples)
-                self._places[chain.blocks[index]] = stage, place
+                block = _Elsewhere(self._pass_by, index, in_tuples=chain.in_tuples)
+                self._places[chain.blocks[index]] = stage, block
         self._places |= {name: (0, _Before(self._get_received)) for name in chain.before}
         for name in chain.after:
             module = model.get_submodule(name)
-            place = _After(getattr(module, "out_features", None))
+            place: nn.Module = _After(getattr(module, "out_features", None))
             if head is not None and head.layer is module:
                 place.forward = module.forward
             self._places[name] = self.count - 1, place
