@@ -117,7 +117,10 @@ FAMILIES = {
     "qwen2_5_vl": _qwen(
         "qwen2_5_vl", "Qwen2_5_VLProcessor", text={"head_dim": None}, vision=_WINDOWS, patch_size=14
     ),
-    "qwen3_vl": _qwen("qwen3_vl", "Qwen3VLProcessor", vision=_DEEPSTACK),
+    # Two stages: the first one has the blocks behind which features of images are added
+    "qwen3_vl": _qwen(
+        "qwen3_vl", "Qwen3VLProcessor", text={"num_hidden_layers": 3}, vision=_DEEPSTACK
+    ),
     "qwen3_vl_moe": _qwen("qwen3_vl_moe", "Qwen3VLProcessor", text=EXPERTS, vision=_DEEPSTACK),
     "qwen3_5": _qwen(
         "qwen3_5",

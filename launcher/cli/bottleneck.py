@@ -17,6 +17,7 @@ from launcher.reliability.json_files import Json
 TOLERATED = {
     "data": 0.05,
     "communication": 0.15,
+    "stages": 0.15,
     "recomputation": 0.15,
     "optimizer": 0.15,
     "logging": 0.05,
@@ -99,7 +100,8 @@ def _slow_rank(records: Sequence[Mapping[str, Any]]) -> str | None:
 def step_shares(seconds: Mapping[str, float], *, recomputed_share: float) -> dict[str, float]:
     """Shares of a step on rank 0, which add up to 1: the parts in TOLERATED, and compute. Compute
     is the forward and the backward pass without communication and recomputation. With CPU offload,
-    communication includes copies between host and device.
+    communication includes copies between host and device. Waits for other stages of a pipeline, `stages`,
+    are no part of it.
 
     seconds are from `timed_parts`. recomputed_share is the share of the operations of forward and
     backward that are recomputation.
@@ -107,8 +109,10 @@ def step_shares(seconds: Mapping[str, float], *, recomputed_share: float) -> dic
     step = sum(value for name, value in seconds.items() if name != "communication")
     shares = {name: seconds.get(name, 0.0) / step for name in ("data", "optimizer", "logging")}
     passes = 1 - sum(shares.values())
-    shares["communication"] = min(seconds.get("communication", 0.0) / step, passes)
-    shares["compute"] = (passes - shares["communication"]) * (1 - recomputed_share)
+    waits = min(seconds.get("communication", 0.0) / step, passes)
+    shares["stages"] = min(seconds.get("stages", 0.0) / step, waits)
+    shares["communication"] = waits - shares["stages"]
+    shares["compute"] = (passes - waits) * (1 - recomputed_share)
     shares["recomputation"] = 1 - sum(shares.values())
     return shares
 
@@ -127,6 +131,7 @@ def bottleneck(profile: StepProfile, recipe: Recipe) -> str:
         helps = f"look first at the rank that the others wait for: {profile.slow_rank}"
     copies = name == "communication" and recipe.strategy.cpu_offload is not None
     shown = "host copies and communication" if copies else name
+    shown = "waits for other stages" if name == "stages" else shown
     return f"{shown}, {profile.shares[name]:.0%} of a step; {helps}"
 
 
@@ -174,6 +179,13 @@ def _overrides(name: str, profile: StepProfile, recipe: Recipe) -> dict[str, boo
             ),
             "strategy.reshard_after_backward=false": fsdp and gathers_again,
             "strategy.reshard_after_forward=false": fsdp and gathers,
+            larger: True,
+        },
+        "stages": {
+            f"batch.micro_batch_size={micro // 2}": micro > 1 and micro % 2 == 0,
+            "strategy.pipeline_schedule=interleaved_1f1b": (
+                strategy.stages_of_rank == 1 and strategy.pipeline_blocks is None
+            ),
             larger: True,
         },
         "recomputation": {

@@ -45,6 +45,7 @@ from launcher.metrics.page import (
     timed_parts,
     write_page,
 )
+from launcher.metrics.stages import PARTS, expected_wait, mean_stages, slowest_stage
 from launcher.planner.formatting import NAMES
 from launcher.recipe.decode import DEFAULT
 from launcher.recipe.find import recipe_names
@@ -159,6 +160,7 @@ def report(
         ),
         *_samples(runs),
         *_times(runs),
+        *_stages(runs),
         _memory(runs),
         next(overview),
         *overview,
@@ -339,6 +341,35 @@ def _times(runs: list[_ReportedRun]) -> Iterator[Bars]:
     yield bars("Time", of_runs, seconds_as_text)
     note = "Means of all steps. Communication is a part of forward, backward and optimizer."
     yield bars("Time of a step", of_steps, _milliseconds, note=note)
+
+
+def _stages(runs: list[_ReportedRun]) -> Iterator[Table]:
+    """How the stages of each run with a pipeline spent a step of its last start."""
+    for run in runs:
+        stages = mean_stages(run.records_of_last_start()[1:])
+        if not stages or run.recipe is None:
+            continue
+        blocks = run.built.get("stages") or []
+        rows = []
+        for number, stage in enumerate(stages, start=1):
+            name = f"stage {number}"
+            if len(blocks) == len(stages):
+                name += f", blocks {blocks[number - 1]}"
+            rows.append([name, *(_milliseconds(stage[part]) for part in PARTS)])
+        slowest = slowest_stage(stages)
+        expected = expected_wait(
+            stages,
+            micro_batches=run.built.get("micro_batches") or 1,
+            chunks=run.recipe.strategy.stages_of_rank,
+        )
+        note = (
+            f"Means of a step. Stage {slowest + 1} computes longest. It waits for other stages "
+            f"{_milliseconds(stages[slowest]['wait'])}, and by the schedule {_milliseconds(expected)}. "
+            "strategy.pipeline_blocks gives a stage fewer blocks."
+        )
+        columns = ["", "forward", "backward", "waits for stages", "other communication"]
+        title = "Stages of the pipeline"
+        yield Table(title if len(runs) == 1 else f"{run.name}: {title}", columns, rows, note)
 
 
 def _experts(runs: list[_ReportedRun]) -> Iterator[Figure]:

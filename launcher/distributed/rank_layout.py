@@ -48,6 +48,8 @@ class Dimension:
         return (self.key or self.name).removesuffix("_size").replace("_", " ")
 
 
+OTHERS, STAGES = "other ranks", "other stages"
+"""What `RankLayout.waiting` takes: STAGES where a rank of a pipeline waits for another stage."""
 PIPELINE = Dimension(
     name="pipeline",
     key="pipeline_parallel_size",
@@ -205,8 +207,9 @@ class RankLayout(LayoutSizes):
     group: dist.ProcessGroup
     """All ranks of the layout. Losses and tokens are summed over them."""
     device: torch.device
-    waiting: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-    """A context that is entered while compute waits for the other ranks; a run passes a timer."""
+    waiting: Callable[..., contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    """A context that is entered while compute waits for the other ranks; a run passes a timer. Its
+    argument says for which: OTHERS, the default, or STAGES."""
 
     whole: RankLayout | None = None
     """The layout that this layout is a stage of (`stage`)."""

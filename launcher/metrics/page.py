@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 from launcher.console import finite
 from launcher.errors import RecipeError
 from launcher.libraries.extras import require_extra
+from launcher.metrics.stages import mean_stages
 
 MOST_POINTS = 2000
 """Points of a curve in the page."""
@@ -402,7 +403,8 @@ def bars(
 
 def timed_parts(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Mean seconds of the phases of a step, which add up to `step_seconds`: data is the rest. Of
-    `communication` too, which is a part of them. Without phases that were not timed."""
+    `communication` too, which is a part of them, and of `stages`, the part of it in which rank 0 waits for
+    other stages of a pipeline. Without phases that were not timed."""
     timed = [record for record in records if finite(record.get("step_seconds"))]
     means = {}
     for name in ("step", "forward", "backward", "optimizer", "logging", "communication"):
@@ -412,7 +414,11 @@ def timed_parts(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     step, waits = means.pop("step", 0.0), means.pop("communication", None)
     if means:
         means["data"] = max(0.0, step - sum(means.values()))
-    return means if waits is None else means | {"communication": waits}
+    if waits is not None:
+        means["communication"] = waits
+        if stages := mean_stages(records):
+            means["stages"] = min(waits, stages[0]["wait"])
+    return means
 
 
 def write_page(file: Path, title: str, sections: Sequence[Section], *, footer: str) -> None:

@@ -7,7 +7,7 @@ about the result is `Divided`. A strategy does not know which divisions there we
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -26,6 +26,7 @@ from launcher.models.pipeline import (
     Links,
     StagedModel,
     chain_of,
+    check_first_stage,
     check_stages,
     stages_of,
 )
@@ -48,6 +49,11 @@ class Divided:
     partial: list[PartialGradients] = field(default_factory=list)
     stages: StagedModel | None = None
     """This rank's stages of a pipeline."""
+
+    def present(self, model: nn.Module, named: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        """These modules without those that other ranks have."""
+        present = {*model.modules()}
+        return {name: module for name, module in named.items() if module in present}
 
     def without_missing(self, model: nn.Module, units: Collection[Unit]) -> list[Unit]:
         """The units of divisions and these, without modules that other ranks have."""
@@ -154,13 +160,20 @@ class Stages(Division):
     def divide(self, model: PreTrainedModel, divided: Divided) -> None:
         assert self._chain is not None
         ranks, chain = self.ranks, self._chain
+        stages = stages_of(
+            chain.whole,
+            chain,
+            ranks.pipeline_parallel_size * self.stages_of_rank,
+            self.pipeline_blocks,
+        )
+        check_first_stage(model, stages)
         groups = Links.count(ranks.pipeline_parallel_size, chunks=self.stages_of_rank)
         links = Links(ranks.pipeline_groups(groups))
         divided.stages = record_of(model).stages = StagedModel(
             model,
             divided.blocks,
             chain,
-            stages_of(chain.whole, chain, links.size * self.stages_of_rank, self.pipeline_blocks),
+            stages,
             links=links,
             dtype=self.dtype,
             device=ranks.device,

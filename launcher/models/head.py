@@ -392,12 +392,17 @@ class Head:
         return torch.cat([self._transform(self._logits(part)).argmax(-1) for part in parts])
 
     def function(
-        self, hidden: torch.Tensor, *, micro_batch: MicroBatch, function: HeadFunction
+        self,
+        hidden: torch.Tensor,
+        *,
+        micro_batch: MicroBatch,
+        function: HeadFunction,
+        columns: int,
     ) -> torch.Tensor:
         """What the function returns of the inputs, weight and bias of the layer, at the positions of a
-        micro-batch: (positions, ...)."""
+        micro-batch: (positions, columns)."""
         if self.elsewhere():
-            return _zeros(micro_batch)
+            return _zeros(micro_batch).expand(-1, columns)
         hidden, targets = _at_positions(hidden, micro_batch)
         return function(*_linear(self.layer, hidden), targets, self._chunking(targets, "none"))
 

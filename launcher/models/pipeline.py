@@ -26,6 +26,8 @@ from launcher.models.description import (
     embeddings,
     experts_of_token,
     largest_of_layers,
+    modules_without_text,
+    parts_without_text,
     text_config,
 )
 from launcher.models.nf4 import shape_of
@@ -42,11 +44,13 @@ class Chain:
 
     blocks: tuple[str, ...]
     before: tuple[str, ...]
-    """The modules with parameters that are called before the blocks, such as the embedding."""
+    """The modules with parameters that are called before the blocks: towers, and the embedding."""
     after: tuple[str, ...]
     """Those that are called after the blocks: norm and head."""
     tied: str | None
     """The embedding that shares its weight with the head. The first and the last stage have it."""
+    in_tuples: bool
+    """Whether a block returns a tuple, whose only tensor is its output."""
     whole: nn.Module
     """A copy of the model that stays on the meta device and is never divided, for names and sizes."""
 
@@ -61,23 +65,87 @@ def chain_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Chain:
 
     if getattr(config, "output_router_logits", False):
         raise refuse("has an auxiliary loss over the routers of all blocks (output_router_logits)")
-    called, outputs, problems = list[str](), list[Any](), list[str]()
     inside = {module for block in blocks.values() for module in block.modules()}
     if any(getattr(config, key, 0) for key in ("layerdrop", "decoder_layerdrop")):
         raise refuse("skips blocks at random (layerdrop)")
     if any(getattr(module, "is_kv_shared_layer", False) for module in inside):
         raise refuse("has blocks that use the keys and values of earlier blocks")
+    towers = _towers(model, refuse)
+    of_towers = {module for tower in towers for module in model.get_submodule(tower).modules()}
     outer = {
         full: module
         for full, module in model.named_modules()
-        if module not in inside and any(p is not None for p in module._parameters.values())
+        if module not in inside | of_towers
+        and any(p is not None for p in module._parameters.values())
     }
+    why, called, in_tuples = "", list[str](), False
+    # With the first form of mask, transformers reads no values to make one. Some models take the second
+    for in_tuples, mask in itertools.product((False, True), ((1, 1, 8, 8), (1, 8))):
+        called, found = _trial(model, blocks, outer, in_tuples=in_tuples, mask=mask)
+        if found is None:
+            break
+        why = why or found
+    else:
+        raise refuse(why)
+    order = [full for full in called if full in blocks]
+    start, end = called.index(order[0]), len(called) - called[::-1].index(order[-1])
+    before, after = called[:start], called[end:]
+    if lost := [full for full in outer if full not in before + after]:
+        raise refuse(f"does not call {lost[0]} before or after its blocks")
+    if both := {*before} & {*after}:
+        raise refuse(f"calls {both.pop()} before and after its blocks")
+    first, last = embeddings(model)
+    shared = getattr(last, "weight", None)
+    tied = next((n for n in before if outer[n] is first and first.weight is shared), None)
+    shared_parts = [getattr(model, name, None) for name in ("config", "generation_config")]
+    whole = copy.deepcopy(model, {id(part): part for part in shared_parts})
+    return Chain(tuple(blocks), (*towers, *before), tuple(after), tied, in_tuples, whole)
+
+
+def _towers(model: nn.Module, refuse: Callable[[str], RecipeError]) -> list[str]:
+    """The parts that text does not use, which the first stage has."""
+    inside = modules_without_text(model)
+    names = [name for name, module in model.named_modules() if module in inside]
+    own = [f"{name}." for name in names]
+    if lost := [n for n in parts_without_text(model) if not n.startswith(tuple(own))]:
+        raise refuse(f"has the parameter {lost[0]}, which text does not use, beside its towers")
+    towers = record_of(model).towers
+    if towers is not None and not towers.inputs_known:
+        raise refuse("computes the places of images from the activations of the first stage")
+    return names
+
+
+def check_first_stage(model: nn.Module, stages: Sequence[range]) -> None:
+    """Raises RecipeError if features of a tower are added behind more blocks than the first stage
+    has."""
+    towers = record_of(model).towers
+    levels = 0 if towers is None else towers.deeper
+    if levels > len(stages[0]):
+        what = f"adds features of images behind its first {levels} blocks"
+        fewer = f"of which the first stage has {len(stages[0])}"
+        more = "give it more (strategy.pipeline_blocks), or have fewer stages"
+        raise RecipeError(f"{KEY}: {type(model).__name__} {what}, {fewer}; {more}")
+
+
+def _trial(
+    model: nn.Module,
+    blocks: Mapping[str, nn.Module],
+    outer: Mapping[str, nn.Module],
+    *,
+    in_tuples: bool,
+    mask: tuple[int, ...],
+) -> tuple[list[str], str | None]:
+    """A forward pass of a model whose blocks do nothing. outer: the modules that have parameters beside
+    them. in_tuples: whether blocks return a tuple. mask: the shape of the mask. Returns the names of the
+    modules in the order of their calls, and why the blocks are no chain."""
+    called, outputs, problems = list[str](), list[Any](), list[str]()
+    width = text_config(model).hidden_size
 
     def stand_in(full: str) -> Any:
         """In the place of a block, which may not run on meta: another activation."""
 
-        def forward(hidden_states: Any, *args: object, **kwargs: object) -> torch.Tensor:
-            if hidden_states.shape != (1, 8, config.hidden_size):
+        def forward(hidden_states: Any, *args: object, **kwargs: object) -> Any:
+            if hidden_states.shape != (1, 8, width):
                 problems.append(f"passes {tuple(hidden_states.shape)} for (1, 8) tokens to {full}")
             if outputs and hidden_states is not outputs[-1]:
                 problems.append(f"computes between its blocks, before {full}")
@@ -86,8 +154,7 @@ def chain_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Chain:
                 problems.append(f"passes results of other layers to {full}")
             called.append(full)
             outputs.append(torch.empty_like(hidden_states))
-            made: torch.Tensor = outputs[-1]
-            return made
+            return (outputs[-1],) if in_tuples else outputs[-1]
 
         return forward
 
@@ -105,12 +172,12 @@ def chain_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Chain:
         for parameter in frozen:
             parameter.requires_grad_()
         ids = torch.zeros(1, 8, dtype=torch.long, device="meta")
-        # With this form of mask, transformers reads no values to make one
-        mask = torch.zeros(1, 1, 8, 8, device="meta")
         with torch.enable_grad():
-            model.eval()(input_ids=ids, attention_mask=mask, use_cache=False)
+            model.eval()(
+                input_ids=ids, attention_mask=torch.zeros(mask, device="meta"), use_cache=False
+            )
     except Exception as error:  # models raise anything on inputs that they do not expect
-        raise refuse(f"cannot run without values ({type(error).__name__})") from error
+        problems.append(f"cannot run without values ({type(error).__name__})")
     finally:
         model.train(training)
         for parameter in frozen:
@@ -121,21 +188,9 @@ def chain_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> Chain:
                 block.forward = forward
         for handle in handles:
             handle.remove()
-    order = [full for full in called if full in blocks]
-    if not order or order != list(blocks) or problems:
-        raise refuse((problems or ["does not call each of its blocks once, in order"])[0])
-    start, end = called.index(order[0]), len(called) - called[::-1].index(order[-1])
-    before, after = called[:start], called[end:]
-    if lost := [full for full in outer if full not in before + after]:
-        raise refuse(f"does not call {lost[0]} before or after its blocks")
-    if both := {*before} & {*after}:
-        raise refuse(f"calls {both.pop()} before and after its blocks")
-    first, last = embeddings(model)
-    shared = getattr(last, "weight", None)
-    tied = next((n for n in before if outer[n] is first and first.weight is shared), None)
-    shared_parts = [getattr(model, name, None) for name in ("config", "generation_config")]
-    whole = copy.deepcopy(model, {id(part): part for part in shared_parts})
-    return Chain(tuple(blocks), tuple(before), tuple(after), tied, whole)
+    if [full for full in called if full in blocks] != list(blocks) or not blocks:
+        problems.append("does not call each of its blocks once, in order")
+    return called, next(iter(problems), None)
 
 
 def shared_parameters(model: nn.Module) -> list[str]:
@@ -218,12 +273,15 @@ def stages_of(
 class _Elsewhere(nn.Module):
     """Stands in the place of a block of another stage."""
 
-    def __init__(self, pass_by: Callable[[int, torch.Tensor], Any], index: int) -> None:
+    def __init__(
+        self, pass_by: Callable[[int, torch.Tensor], Any], index: int, *, in_tuples: bool
+    ) -> None:
         super().__init__()
-        self._pass_by, self._index = pass_by, index
+        self._pass_by, self._index, self._in_tuples = pass_by, index, in_tuples
 
     def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
-        return self._pass_by(self._index, hidden_states)
+        output = self._pass_by(self._index, hidden_states)
+        return (output,) if self._in_tuples else output
 
 
 class _Before(nn.Module):
@@ -312,7 +370,8 @@ class StagedModel:
         """For each module that only one stage has: the stage, and what stands in its place."""
         for stage, part in enumerate(stages):
             for index in part:
-                self._places[chain.blocks[index]] = stage, _Elsewhere(self._pass_by, index)
+                block = _Elsewhere(self._pass_by, index, in_tuples=chain.in_tuples)
+                self._places[chain.blocks[index]] = stage, block
         self._places |= {name: (0, _Before(self._get_received)) for name in chain.before}
         for name in chain.after:
             module = model.get_submodule(name)
@@ -334,6 +393,8 @@ class StagedModel:
             self._tied.forward = self._places.pop(str(chain.tied))[1].forward
         if head is not None:
             head.elsewhere = lambda: self._active != self.count - 1
+        if (towers := record_of(model).towers) is not None:
+            towers.elsewhere = lambda: self._active != 0
         for name, (stage, place) in self._places.items():
             if stage not in self.own:
                 model.set_submodule(name, place)
@@ -344,9 +405,14 @@ class StagedModel:
 
     # Who has what
 
-    def parts_of_rank(self) -> list[range]:
-        """The numbers of this rank's blocks."""
-        return [self._stages[stage] for stage in self.own]
+    def blocks_text(self, rank: int) -> str:
+        """The numbers of the blocks of a rank in the group."""
+        parts = self._stages[rank :: self.links.size]
+        names = (
+            f"{part.start} to {part.stop - 1}" if len(part) > 1 else f"{part.start}"
+            for part in parts
+        )
+        return " and ".join(names)
 
     def is_last(self, stage: int) -> bool:
         """Whether a stage computes the loss."""

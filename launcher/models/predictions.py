@@ -46,11 +46,14 @@ def cross_entropies(
     return Predicted(losses if reduction == "sum" else micro_batch.at_positions(losses), outputs)
 
 
-def of_head(model: nn.Module, micro_batch: MicroBatch, function: HeadFunction) -> Predicted:
-    """What a function of the head returns of the positions. The model must have a `Head`."""
+def of_head(
+    model: nn.Module, micro_batch: MicroBatch, function: HeadFunction, *, columns: int = 1
+) -> Predicted:
+    """What a function of the head returns of the positions: (positions, columns). The model must have a
+    `Head`."""
     head = record_of(model).head
     assert head is not None
-    question = partial(Head.function, micro_batch=micro_batch, function=function)
+    question = partial(Head.function, micro_batch=micro_batch, function=function, columns=columns)
     return _asked(head, model, micro_batch, question)
 
 

@@ -331,6 +331,13 @@ class Towers:
         needed = bool(self.both_ways) or not (self.grid or types == "mm_token_type_ids")
         self.token_types = types if needed else None
         """The argument that says which tokens are attachments, if masks are made of it."""
+        levels = getattr(
+            getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None
+        )
+        self.deeper = len(levels or ())
+        """The number of blocks of text behind which features of images are added."""
+        self.elsewhere: Callable[[], bool] = lambda: False
+        """Whether another stage of a pipeline has the towers."""
         window = getattr(text_config(model), "sliding_window", None)
         self._window = window if isinstance(window, int) else None
         self._base, self._forward = base, base.forward
@@ -372,20 +379,26 @@ class Towers:
             ):  # else transformers' own forward method runs it
                 own = {name: inputs.pop(name) for name in tower.takes if name in inputs}
                 runs.append((tower, given, own))
+        if self.elsewhere():
+            runs = []
 
         def run_towers(module: nn.Module, args: object, embeds: torch.Tensor) -> torch.Tensor:
             handle.remove()
             deeper: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
             for tower, given, own in runs:
                 features = tower.features(given.get("tower"), own)
+                levels = features.get("deepstack_features")
                 if not given["count"]:
                     embeds = embeds + 0 * _sum_of_features(features).to(embeds.dtype)
+                    if levels:  # the same operators as with attachments: ranks gather in one order
+                        nowhere = torch.empty(0, dtype=torch.long, device=embeds.device)
+                        deeper.append((nowhere, [_joined(level, nowhere) for level in levels]))
                     continue
                 positions, chosen = given["positions"], given.get("chosen")
                 joined = _joined(features["pooler_output"], chosen).to(embeds.dtype)
                 flat = embeds.flatten(0, 1).index_copy(0, positions, joined)
                 embeds = flat.view_as(embeds)
-                if levels := features.get("deepstack_features"):
+                if levels:
                     deeper.append((positions, [_joined(level, chosen) for level in levels]))
             if deeper:
                 self._add_deeper(deeper)

@@ -95,7 +95,8 @@ class Distillation(Objective):
         `token_losses`."""
         settings, extra = self.settings, micro_batch.extra
         function = partial(_head_statistics, ids=extra["ids"], temperature=settings.temperature)
-        found, count = of_head(model, micro_batch, function), None
+        columns = 3 + extra["ids"].shape[1]
+        found, count = of_head(model, micro_batch, function, columns=columns), None
         losses = token_losses(
             found.value,
             extra["log_probabilities"],
@@ -193,7 +194,8 @@ def teacher_top_k(
     function = partial(
         _top_k, k=k, temperature=temperature, vocabulary=vocabulary, with_target=with_target
     )
-    return of_head(model, micro_batch, function).value
+    columns = 2 * (k + with_target)
+    return of_head(model, micro_batch, function, columns=columns).value
 
 
 def token_losses(

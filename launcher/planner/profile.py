@@ -339,6 +339,7 @@ def profile_of_blocks(
         embedding=profile.embedding if first else empty,
         root=profile.root if last or (first and tied) else empty,
         unused=profile.unused if first else empty,
+        tower=profile.tower if first else TowerProfile(),
         vocabulary=profile.vocabulary if last else 0,
     )
 

@@ -248,8 +248,7 @@ NEEDS: tuple[Needs, ...] = (
     # Sizes of groups that compute a model in parallel
     Needs(f"{_CONTEXT} {_TENSOR}", "model.builder data.builder", False),
     Needs(_PIPELINE, "strategy.kind", "fsdp auto"),
-    Needs(_PIPELINE, "model.builder data.builder distillation", False),
-    Needs(_PIPELINE, " ".join(ATTACHMENTS.values()), False),
+    Needs(_PIPELINE, "model.builder data.builder", False),
     Needs(_PIPELINE, "model.task", "causal_lm"),
     Needs(_PIPELINE, "model.chunked_loss", True),
     Needs("batch.micro_batch_tokens activation_checkpointing.budget", _PIPELINE, "1"),

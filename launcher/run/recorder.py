@@ -16,7 +16,8 @@ import torch.distributed as dist
 from launcher.console import finite
 from launcher.distributed import host_memory
 from launcher.distributed.process_group import all_gather_single
-from launcher.distributed.rank_layout import RankLayout
+from launcher.distributed.rank_layout import OTHERS, STAGES, RankLayout
+from launcher.metrics.stages import PARTS
 from launcher.models.expert_load import ExpertLoad
 from launcher.objectives.base import Objective
 from launcher.reliability.json_files import Json
@@ -36,13 +37,17 @@ GATHERED = (
     "reserved",
     "retries",
     "own",
+    *PARTS,
     "power",
     "temperature",
     "busy",
 )
 """The values that each rank contributes: its part of the loss; seconds waited for data; CPU
-seconds; peaks of allocated and reserved memory; retried allocations; `_Interval.own_seconds`;
-values of `GpuSensors`."""
+seconds; peaks of allocated and reserved memory; retried allocations;
+`_Interval.times`; values of `GpuSensors`."""
+
+UNKNOWN = (math.nan,) * (1 + len(PARTS))
+"""`_Interval.times` before they are known."""
 
 Timestamp = float | torch.cuda.Event
 """A point in time: on CUDA an event, because the host runs ahead of the device."""
@@ -86,19 +91,27 @@ class _Interval:
         self.skipped: list[torch.Tensor] = []
         """For each step, a tensor: 1 if the step was skipped."""
         self.seconds: defaultdict[str, float] = defaultdict(float)
-        """Seconds by phase, and of `communication`, which is part of the phases. They are complete
-        if `read` is called after the device has reached the end of the interval."""
+        """Seconds by phase. They are complete if `read` is called after the device has reached the
+        end of the interval, as are the next ones."""
+        self.waited_for: defaultdict[str, float] = defaultdict(float)
+        """Seconds of waits, which are part of the phases, by what a rank waited for (OTHERS, STAGES)."""
+        self.waited_in: defaultdict[str, float] = defaultdict(float)
+        """The same by phase."""
         self.marks: deque[tuple[str, Timestamp]] = deque([("logging", begin)])
         """Each phase, and when it began."""
-        self.waits: deque[tuple[Timestamp, Timestamp]] = deque()
+        self.waits: deque[tuple[str, str, Timestamp, Timestamp]] = deque()
+        """What a rank waited for, in which phase, and from when to when."""
 
     def read(self) -> None:
         """Adds up the phases that the device has finished. Does not wait for it."""
         while len(self.marks) > 1 and _passed(self.marks[1][1]):
             phase, begin = self.marks.popleft()
             self.seconds[phase] += _seconds(begin, self.marks[0][1])
-        while self.waits and _passed(self.waits[0][1]):
-            self.seconds["communication"] += _seconds(*self.waits.popleft())
+        while self.waits and _passed(self.waits[0][3]):
+            what, phase, begin, end = self.waits.popleft()
+            seconds = _seconds(begin, end)
+            self.waited_for[what] += seconds
+            self.waited_in[phase] += seconds
 
     @property
     def step_seconds(self) -> float:
@@ -107,14 +120,21 @@ class _Interval:
     @property
     def communication_seconds(self) -> float | None:
         """Mean of the steps in which it was measured; None if there was none."""
-        return self.seconds["communication"] / self.timed_steps if self.timed_steps else None
+        return sum(self.waited_for.values()) / self.timed_steps if self.timed_steps else None
 
     @property
-    def own_seconds(self) -> float:
+    def times(self) -> tuple[float, ...]:
         """Seconds of a step without logging, which only rank 0 does, and without waits for other
-        ranks; NaN if the waits are not known."""
+        ranks; then those of PARTS. NaN if the waits are not known."""
         waits, logging = self.communication_seconds, self.seconds["logging"] / self.steps
-        return math.nan if waits is None else self.step_seconds - waits - logging
+        if waits is None:
+            return UNKNOWN
+        forward, backward = (
+            self.seconds[phase] / self.steps - self.waited_in[phase] / self.timed_steps
+            for phase in ("forward", "backward")
+        )
+        others, stages = (self.waited_for[name] / self.timed_steps for name in (OTHERS, STAGES))
+        return self.step_seconds - waits - logging, forward, backward, stages, others
 
 
 class GpuSensors:
@@ -175,19 +195,21 @@ class StepRecorder:
         """Whose metrics are recorded beside the loss."""
         self.sources: tuple[str, ...] = ()
         """The sources of a mixture, if the loss has a part for each (`loss.by_source`)."""
+        self.stages = 1
+        """The ranks of a pipeline. Ranks with the same stages are neighbours."""
         self.expert_load: ExpertLoad | None = None
         self.load_of_experts: list[list[float]] = []
         """For each layer of experts, how often each was chosen in the last record, as a multiple of the
         mean; empty: no layer has experts."""
         self._device, self._cuda = ranks.device, ranks.device.type == "cuda"
         self._sensors = GpuSensors(ranks.device)
-        self._own = math.nan
+        self._times = UNKNOWN
         self._retries = 0.0
         """Retries of this rank's allocator before the interval."""
         self.measures_waits = True
         """See `WrappedModel.measures_waits`."""
         self.own_seconds: list[float] = []
-        """`_Interval.own_seconds` of each rank in the last record; empty if not measured."""
+        """For each rank, the first of `_Interval.times` in the last record; empty if not measured."""
         self.operations_of_towers = 0.0
         """Floating-point operations of towers per second in the last record, of all ranks."""
         self.restart(skipped=0, skipped_in_a_row=0)
@@ -204,14 +226,15 @@ class StepRecorder:
         self._interval.marks.append((name, timestamp(self._device)))
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self, what: str = OTHERS) -> Iterator[None]:
         """A context in which compute waits for communication. The strategy enters it."""
         if not self._timed:
             yield
             return
-        waits, begin = self._interval.waits, timestamp(self._device)
+        interval, begin = self._interval, timestamp(self._device)
         yield
-        waits.append((begin, timestamp(self._device)))
+        wait = what, interval.marks[-1][0], begin, timestamp(self._device)
+        interval.waits.append(wait)
 
     @contextmanager
     def excluded(self, what: str = "evaluation") -> Iterator[None]:
@@ -248,12 +271,12 @@ class StepRecorder:
         interval.marks.append(("logging", end))
         if not cuda:  # on CUDA not known yet: gathered with the next record
             interval.read()
-            self._own = interval.own_seconds
+            self._times = interval.times
         used = (interval.waited, time.process_time() - interval.cpu_before, *_peak_memory(device))
         before, self._retries = self._retries, _retries(device)
         interval.retries = self._retries - before
-        local = [*used, interval.retries, self._own, *self._sensors.values]
-        self._own = math.nan
+        local = [*used, interval.retries, *self._times, *self._sensors.values]
+        self._times = UNKNOWN
         host = torch.tensor(local, dtype=torch.float64, pin_memory=cuda)
 
         def on_device(numbers: torch.Tensor) -> torch.Tensor:
@@ -295,7 +318,7 @@ class StepRecorder:
         interval = pending.interval
         interval.read()
         if self._cuda:
-            self._own = interval.own_seconds
+            self._times = interval.times
         record = self._record(pending.step, interval, pending.numbers.view(self._ranks.size, -1))
         record["grad_norm"] = finite(norm)
         record |= self._of_experts(pending.choices)
@@ -343,6 +366,7 @@ class StepRecorder:
             "data_seconds": float(gathered["waited"].max()) / steps,
             **phases,
             "communication_seconds": interval.communication_seconds,
+            **self._of_stages(gathered),
             "checkpoint_seconds": interval.seconds["checkpoint"],
             "cpu_seconds": float(gathered["cpu"].sum()) / steps,
             "slowest_rank": int(own.argmax()) if self.own_seconds else None,
@@ -353,6 +377,15 @@ class StepRecorder:
             "gpu_utilization": finite(gathered["busy"].min().item()),
             "samples_seen": step.batch.samples_seen,
         }
+
+    def _of_stages(self, gathered: Mapping[str, torch.Tensor]) -> Json:
+        """How each stage of a pipeline spends a step: means of its ranks. Empty if not measured."""
+        if self.stages == 1 or not self.own_seconds:
+            return {}
+        times = torch.stack([gathered[part] for part in PARTS], dim=1)
+        means = times.view(self.stages, -1, len(PARTS)).mean(1).tolist()
+        keys = [f"{part}_seconds" for part in PARTS]
+        return {"stages": [dict(zip(keys, stage, strict=True)) for stage in means]}
 
     def _of_experts(self, choices: torch.Tensor | None) -> Json:
         """The load of the busiest and of the least busy expert of all layers, and the share of the

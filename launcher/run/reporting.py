@@ -30,6 +30,7 @@ from launcher.errors import DivergedError
 from launcher.files import replace_text
 from launcher.metrics.sinks import Sink, open_sinks, remove_later_steps
 from launcher.metrics.slow_ranks import SlowRanks
+from launcher.metrics.stages import stages_text
 from launcher.objectives.base import dataset_objective
 from launcher.recipe.objectives import objective_of
 from launcher.recipe.schema import Recipe
@@ -49,6 +50,8 @@ WARM_UP_STEPS = 5
 all its streams has its final size."""
 _EXPERTS_SECONDS = 30.0
 """Time between two writes of experts.json."""
+_STAGES_RECORDS = 50
+"""Last records that the line on the stages of a pipeline is about."""
 _LAST_RECORD_SECONDS = 1.0
 """Time for the numbers of the last step to arrive after a failure."""
 
@@ -74,6 +77,8 @@ class Reporter:
         """Largest peak of a rank in the last record, in bytes."""
         self._logged, self._retries = first_step, 0
         """The last logged step; the number of retried allocations after `WARM_UP_STEPS`."""
+        self._timed: deque[Json] = deque(maxlen=_STAGES_RECORDS)
+        """The last records with times of the stages of a pipeline."""
         self._pending: PendingRecord | None = None
         self._progress = ProgressLine(self._steps)
         self._status: Json = {"steps": self._steps}
@@ -160,6 +165,8 @@ class Reporter:
         if self._main:
             self._write(record)
             self._note_experts(step)
+            if "stages" in record:
+                self._timed.append(record)
             if own := self._recorder.own_seconds:
                 for message in self._slow.update(step, own):
                     logger.warning(message)
@@ -399,6 +406,14 @@ class Reporter:
         if self._recorder.skipped:
             text += f", {self._recorder.skipped} steps skipped"
         logger.info(text)
+        sampler, strategy = self._training.data.sampler, self._recipe.strategy
+        stages = stages_text(
+            self._timed,
+            micro_batches=sampler.micro_batches(max(0, step - 1)),
+            chunks=strategy.stages_of_rank,
+        )
+        if stages is not None:
+            logger.info(f"  {stages}")
         if reason == "early_stopping":
             logger.info("  the last evaluations were not better (evaluation.stop_after)")
         if state == "stopped":

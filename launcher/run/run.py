@@ -216,6 +216,7 @@ class TrainingRun:
         recorder.measures_waits = training.wrapped.measures_waits
         recorder.objective = dataset_objective(training.data.training)
         recorder.expert_load = training.expert_load
+        recorder.stages = training.ranks.pipeline_parallel_size
         if isinstance(training.data.training, MixtureDataset | StreamingDataset):
             recorder.sources = training.data.training.sources
         self._set_timeout(recipe.run.init_timeout)

@@ -27,7 +27,7 @@ from launcher.models.names import clean_name
 from launcher.models.nf4 import shapes
 from launcher.models.nf4_layers import describe_nf4
 from launcher.models.quantization_aware import describe_qat
-from launcher.models.record import whole_model
+from launcher.models.record import record_of, whole_model
 from launcher.models.recurrent import missing_kernels
 from launcher.models.shards import local_bytes
 from launcher.models.tower_inputs import TOWERS
@@ -87,10 +87,17 @@ def describe_start(training: Training, ranks_per_node: int) -> Json:
         # For `launcher report`, which names what limits the speed
         "recomputed_share": training.flops.recomputed_share(training.recipe.data.sequence_length),
         "micro_batches": training.data.sampler.micro_batches(training.data.start.step),
+        "stages": _stages(training),
         "segments_grow": segments_grow() if on_gpu else None,
         "global_batch_size": training.recipe.batch.global_batch_size,
         "batch_unit": training.recipe.data.batch_unit,
     }
+
+
+def _stages(training: Training) -> list[str] | None:
+    """The blocks of each rank along the stages of a pipeline; None: there is none."""
+    stages = record_of(training.wrapped.module).stages
+    return None if stages is None else [*map(stages.blocks_text, range(stages.links.size))]
 
 
 def _revisions(recipe: Recipe) -> Json:

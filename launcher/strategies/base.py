@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from launcher.distributed.rank_layout import RankLayout
+from launcher.distributed.rank_layout import OTHERS, STAGES, RankLayout
 from launcher.libraries.private import foreach_norm, tree_map_only
 from launcher.recipe import schema
 
@@ -42,8 +42,9 @@ class NormGroup:
     group: dist.ProcessGroup
     same: frozenset[nn.Parameter] = frozenset()
     """Parameters whose gradients are not divided: all ranks of the group have the same ones."""
-    lacking: bool = False
-    """Whether some ranks may have no gradient at all, as a stage whose weights are all frozen."""
+    of_stages: bool = False
+    """Whether the ranks have different stages of a pipeline: a stage whose weights are all frozen has no
+    gradient."""
 
 
 class Schedule(ABC):
@@ -188,10 +189,10 @@ class WrappedModel(ABC):
         total: torch.Tensor | None = None
         for level in self.norm_groups:
             total = _plus_squares(total, [left.pop(p) for p in [*left] if p not in level.same])
-            if total is None and level.lacking:  # all ranks of the group add up
+            if total is None and level.of_stages:  # all ranks of the group add up
                 total = torch.zeros((), device=next(self.module.parameters()).device)
             if total is not None:
-                with self.waiting():
+                with self.waiting(STAGES if level.of_stages else OTHERS):
                     dist.all_reduce(total, group=level.group)
         total = _plus_squares(total, [*left.values()])
         return joint_norm([]) if total is None else total.sqrt()

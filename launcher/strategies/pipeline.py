@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from launcher.distributed.rank_layout import STAGES
 from launcher.strategies.base import NormGroup, Schedule, WrappedModel, local_gradient
 
 _T = TypeVar("_T")
@@ -92,8 +93,8 @@ class StagedModel(Protocol):
     def other_of_tied(self) -> int:
         """The rank in the group that has the other copies."""
 
-    def parts_of_rank(self) -> list[range]:
-        """The numbers of this rank's blocks."""
+    def blocks_text(self, rank: int) -> str:
+        """The numbers of the blocks of a rank in the group."""
 
     def is_last(self, stage: int) -> bool:
         """Whether a stage computes the loss."""
@@ -120,7 +121,7 @@ class _Exchange:
         passes: Sequence[Pass],
         staged: StagedModel,
         ids_of: Callable[[int], torch.Tensor],
-        waiting: Callable[[], AbstractContextManager[None]],
+        waiting: Callable[..., AbstractContextManager[None]],
     ) -> None:
         """ids_of: the ids of a micro-batch, which have the shape of its activation."""
         self._staged, self._ids_of, self._waiting = staged, ids_of, waiting
@@ -137,7 +138,7 @@ class _Exchange:
             self._begin(each, like)
         self._awaited.remove(each)
         tensor, work = self._begun.pop(each)
-        with self._waiting():
+        with self._waiting(STAGES):
             work.wait()
         return tensor
 
@@ -165,7 +166,7 @@ class _Exchange:
 
     def finish(self) -> None:
         """Waits until all that was sent has been received."""
-        with self._waiting():
+        with self._waiting(STAGES):
             for work, _ in self._sending:
                 work.wait()
         self._sending = []
@@ -203,14 +204,12 @@ class Pipeline(Schedule):
     def attach(self, wrapped: WrappedModel) -> None:
         """Makes this the schedule of a wrapped model, whose norm then includes all stages."""
         wrapped.schedule = self
-        wrapped.norm_groups.append(NormGroup(self.staged.links.group, lacking=True))
+        wrapped.norm_groups.append(NormGroup(self.staged.links.group, of_stages=True))
         if 0 not in self.staged.own:
             wrapped.counted_elsewhere = frozenset(self.staged.tied_weights)
 
     def description(self) -> str:
-        blocks = " and ".join(
-            f"{part.start} to {part.stop - 1}" for part in self.staged.parts_of_rank()
-        )
+        blocks = self.staged.blocks_text(self.staged.links.rank)
         sizes = f"{self.staged.count} stages over {self.staged.links.size} ranks"
         return f"pipeline ({self._name}): {sizes}, blocks {blocks} here"
 
@@ -299,7 +298,7 @@ class Pipeline(Schedule):
             for sent, received in zip(mine, others, strict=True)
             for operation, gradient in ((dist.isend, sent), (dist.irecv, received))
         ]
-        with wrapped.waiting():
+        with wrapped.waiting(STAGES):
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
         for gradient, other in zip(own, others, strict=True):

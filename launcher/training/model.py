@@ -41,6 +41,7 @@ from launcher.models.description import (
 from launcher.models.division import Divided, check_all, divisions_of
 from launcher.models.multi_token import prediction_layers
 from launcher.models.names import clean_name
+from launcher.models.pipeline import chain_of, check_stages
 from launcher.models.precision import computes_in_float32, kept_in_float32, mixes_dtypes
 from launcher.models.record import record_of, whole_model
 from launcher.models.ring import missing_for_ring
@@ -158,7 +159,7 @@ class PreparedModel:
                 kept,
                 in_float32=computes_in_float32(model, self.compute_dtype),
                 mixes_dtypes=mixes_dtypes(model, self.compute_dtype),
-                tower=self.tower | prediction_layers(model),
+                tower=divided.present(model, self.tower) | prediction_layers(model),
                 recomputation=None if documents is None else documents.recomputation,
             ),
             strategy=recipe.strategy,
@@ -384,6 +385,15 @@ def prepare_teacher(
     """Builds the teacher of this name, and freezes its weights in the dtype of forward passes. Raises
     RecipeError if it cannot teach the recipe's model, `own` (`checked_teacher`)."""
     prepared = checked_teacher(recipe, own, functools.partial(prepare_model, device=device), name)
+    stages = recipe.strategy.pipeline_parallel_size * recipe.strategy.stages_of_rank
+    if stages > 1:
+        assert recipe.distillation is not None
+        try:
+            chain_of(prepared.model, blocks := prepared.description.blocks)
+            check_stages(len(blocks), stages, None)
+        except RecipeError as error:
+            key = recipe.distillation.key_of(name)
+            raise RecipeError([f"{key}: {line}" for line in error.problems]) from None
     kept = kept_in_float32(prepared.model, prepared.compute_dtype, prepared.weights.source)
     for name, parameter in prepared.model.named_parameters():
         parameter.requires_grad_(False)

@@ -326,7 +326,9 @@ def _build_teacher(
     rows = teacher.row_division(recipe.strategy, ranks)
 
     def load() -> WrappedModel:
-        wrapped = teacher.wrap(replace(recipe, activation_checkpointing=None), ranks)
+        strategy = replace(recipe.strategy, pipeline_blocks=None)  # it has other blocks
+        changed = replace(recipe, activation_checkpointing=None, strategy=strategy)
+        wrapped = teacher.wrap(changed, ranks)
         teacher.check_logits(wrapped, ranks, rows)
         return wrapped
 

@@ -46,6 +46,7 @@ schedule: {{kind: constant, warmup_steps: 0}}
 evaluation: {{every_steps: 100, generate: {{prompts: 9, max_new_tokens: 5}}}}
 """
 CONTEXT, FULL = "strategy.context_parallel_size=2", "activation_checkpointing={mode: full}"
+STAGES = "strategy.pipeline_parallel_size=2"
 FSDP, PADDED = "strategy.kind=fsdp", ["data.packing=false", "batch.global_batch_size=8"]
 CASES = {
     "qwen2_5_vl fsdp": [FSDP],
@@ -70,6 +71,19 @@ CASES = {
     "qwen2_5_vl context": [FSDP, CONTEXT, "batch.global_batch_size=2"],
     "qwen3_vl context padded": [FSDP, CONTEXT, *PADDED],
     "qwen3_vl_moe experts": [FSDP, "strategy.expert_parallel_size=2"],
+    "gemma3 pipeline": [FSDP, STAGES],
+    "qwen2_5_vl pipeline": [FSDP, STAGES],
+    "qwen2_5_vl pipeline projector padded": [
+        FSDP,
+        STAGES,
+        "images.train=projector",
+        *PADDED,
+    ],
+    "qwen3_vl pipeline none": [FSDP, STAGES, "images.train=none"],
+    "qwen3_vl pipeline checkpointing": [FSDP, STAGES, FULL],
+    "llava pipeline": [FSDP, STAGES],
+    "idefics3 pipeline none": [FSDP, STAGES, "images.train=none"],
+    "qwen3_5 pipeline": [FSDP, STAGES],
     "qwen2_5_vl tensor": [FSDP, "strategy.tensor_parallel_size=2"],
     "gemma3 tensor": [FSDP, "strategy.tensor_parallel_size=2"],
     "idefics3 context": [FSDP, CONTEXT, "batch.global_batch_size=2"],

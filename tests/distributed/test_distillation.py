@@ -100,6 +100,42 @@ def test_losses_do_not_depend_on_the_strategy(folder):
     assert about["top_k"] == 8
 
 
+STAGES = "strategy.pipeline_parallel_size=2"
+DEEP = "model.config.num_hidden_layers=4"
+
+
+@pytest.fixture(scope="module")
+def deep(folder):
+    """A run on one rank of a model of four blocks, with a teacher of five. Returns the overrides."""
+    words = ("model.config.num_hidden_layers=5", "run.max_steps=10", "checkpoint.export=at_end")
+    train(folder, "deep_teacher", *words, "optimizer.learning_rate=1.0e-2", ranks=1)
+    words = (TEACHER.replace("runs/teacher", "runs/deep_teacher"), DEEP)
+    train(folder, "deep", *words, ranks=1)
+    return words
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (2, ["strategy.pipeline_blocks=[1, 3]"]),
+        (2, ["strategy.pipeline_schedule=interleaved_1f1b"]),
+        (4, []),
+    ],
+)
+def test_model_and_teacher_are_divided_into_stages(folder, deep, ranks, words):
+    name = f"stages_{ranks}_{len(words and words[0])}"
+    train(folder, name, *deep, STAGES, *words, ranks=ranks)
+    for line, expected in zip(lines(folder, name), lines(folder, "deep"), strict=True):
+        assert line == pytest.approx(expected, rel=2e-6)
+
+
+def test_a_teacher_with_fewer_blocks_than_stages_is_named(folder):
+    output = train(folder, "few", TEACHER, DEEP, STAGES, ranks=2, status=1)
+    says = "distillation.teacher: strategy.pipeline_parallel_size: 2 stages, but the model has 1 blocks"
+    assert says in output
+
+
 @pytest.mark.long
 def test_a_resume_reads_the_predictions(folder):
     """On another number of ranks, with another strategy. A damaged file is computed again, and the

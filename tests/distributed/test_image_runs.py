@@ -1,6 +1,7 @@
 """Runs on rows with images, from their start to their end: strategies, adapters, kills, faults of files."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ from launcher.cli.main import main
 from tests import REPOSITORY
 from tests.distributed.launching import forked
 from tests.image_models import make_image, make_model
-from tests.run_files import read_lines, write_lines
+from tests.run_files import read_lines, status, write_lines
 
 RECIPE = """
 run: {name: images, max_steps: 4, seed: 3}
@@ -26,6 +27,7 @@ checkpoint: {every_steps: 2, keep_last: 20, export: at_end}
 """
 BUDGET = ["activation_checkpointing={mode: selective, budget: 0.5}", "model.compile=true"]
 NF4 = ["lora.quantize=nf4", "model.path=FOLDER/wide"]
+STAGES, DEEP = "strategy.pipeline_parallel_size=2", ["model.path=FOLDER/deep"]
 LORA = ["images.train=none", "lora={rank: 4, modules_to_save: [merger]}"]
 
 
@@ -37,6 +39,7 @@ def folder(tmp_path_factory):
     wide = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 8}
     sections = {"text_config": wide, "vision_config": {"out_hidden_size": 64}}
     make_model(folder / "wide", "qwen2_5_vl", sections=sections)
+    make_model(folder / "deep", "qwen3_vl", sections={"text_config": {"num_hidden_layers": 8}})
     rows = []
     for number in range(12):
         names = [f"{number}_{part}.png" for part in range(number % 3)]
@@ -87,6 +90,59 @@ def test_strategies_train_alike(folder, whole, words):
     run = train(folder, "other", *words)
     assert losses(run) == pytest.approx(losses(whole), abs=1e-5)
     shutil.rmtree(run)
+
+
+@pytest.fixture(scope="module")
+def deep(folder):
+    return train(folder, "deep", *DEEP, ranks=1)
+
+
+def numbers(run, *, first=1):
+    lines = [line for line in read_lines(run / "metrics.jsonl") if line["step"] >= first]
+    return [line[key] for line in lines for key in ("loss", "grad_norm", "tokens") if key in line]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (2, []),
+        pytest.param(4, [], marks=pytest.mark.long),
+        pytest.param(2, ["strategy.pipeline_schedule=interleaved_1f1b"], marks=pytest.mark.long),
+        pytest.param(4, ["strategy.context_parallel_size=2"], marks=pytest.mark.long),
+    ],
+)
+def test_the_first_stage_of_a_pipeline_has_the_tower(folder, deep, ranks, words):
+    """Losses and norms are those of one rank, also after a resume on one."""
+    run = train(folder, "stages", *DEEP, STAGES, *words, ranks=ranks)
+    assert numbers(run) == pytest.approx(numbers(deep), rel=2e-6)
+    mine, expected = weights(run), weights(deep)
+    assert mine.keys() == expected.keys()
+    assert max((mine[name] - expected[name]).abs().max().item() for name in expected) < 2e-5
+    start = f"checkpoint.resume={run}/checkpoints/step_00000002"
+    resumed = train(folder, "resumed", *DEEP, start, ranks=1)
+    assert numbers(resumed, first=3) == pytest.approx(numbers(deep, first=3), rel=2e-6)
+    shutil.rmtree(run), shutil.rmtree(resumed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("train_tower", ["none", "all"])
+def test_stages_with_images_are_planned(folder, train_tower, capsys):
+    words = [f"recipe={folder}/recipe.yaml", *DEEP, STAGES, f"images.train={train_tower}"]
+    words = [word.replace("FOLDER", str(folder)) for word in words]
+    assert main(["plan", *words, "gpu=cpu", "gpus=2", "--no-search"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    found = re.search(
+        r"first rank of the pipeline needs ([\d.]+) MiB .* last one ([\d.]+) MiB", output
+    )
+    first, last = map(float, found.groups())
+    assert first > last + 8, "the first stage has the tower"
+
+
+def test_features_must_be_added_within_the_first_stage(folder):
+    words = [*DEEP, STAGES, "strategy.pipeline_blocks=[1, 7]"]
+    run = train(folder, "refused", *words, expected=2)
+    error = status(run)["error"]
+    assert "features of images behind its first 2 blocks, of which the first stage has 1" in error
 
 
 @pytest.mark.long

@@ -1,9 +1,11 @@
 """Runs whose blocks are divided over the stages of a pipeline."""
 
+import re
 import signal
 import sys
 
 import pytest
+import yaml
 from safetensors.torch import load_file
 
 from tests import REPOSITORY
@@ -35,6 +37,54 @@ LAYOUTS = {
 }
 
 
+_SIZES = {
+    "vocab_size": 260,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_TOKENS = {name: _SIZES[name] for name in _SIZES if "token" in name or name == "vocab_size"}
+FAMILIES = {
+    "falcon": {
+        **_TOKENS,
+        "hidden_size": 32,
+        "ffn_hidden_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_kv_heads": 2,
+        "new_decoder_architecture": True,
+    },
+    "bloom": {**_TOKENS, "hidden_size": 32, "n_head": 4, "n_layer": 4},
+    "mpt": {**_TOKENS, "d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 64},
+    "cohere2": _SIZES | {"sliding_window": 9, "tie_word_embeddings": True, "logit_scale": 0.5},
+    "exaone4": _SIZES
+    | {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma2": _SIZES | {"head_dim": 8, "sliding_window": 9},
+    "glm4": _SIZES | {"head_dim": 8, "partial_rotary_factor": 0.5},
+    "granite": _SIZES
+    | {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "lfm2": _SIZES | {"full_attn_idxs": [1, 3], "block_multiple_of": 16},
+    "nemotron": _SIZES | {"head_dim": 8},
+    "phi": _SIZES | {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "qwen2_moe": _SIZES
+    | {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+    },
+    "stablelm": _SIZES | {"use_qkv_bias": True, "attention_dropout": 0.0},
+    "starcoder2": _SIZES | {"sliding_window": 9, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+}
+"""Configs of families that layouts.py does not have."""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("stages")
@@ -43,8 +93,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-def train(folder, run_dir, ranks, *overrides, **options):
-    arguments = [f"recipe={folder}/recipe.yaml", f"run.dir={run_dir}", *overrides]
+def train(folder, run_dir, ranks, *overrides, recipe="recipe", **options):
+    arguments = [f"recipe={folder}/{recipe}.yaml", f"run.dir={run_dir}", *overrides]
     return forked(TRAIN, *arguments, ranks=ranks, **options)
 
 
@@ -166,3 +216,81 @@ def test_a_stage_that_fails_is_named_with_its_error(folder, tmp_path, fault, say
     failed = torchrun(FAULTY, *arguments, ranks=2, timeout=90, FAULT=fault)
     assert failed.status not in (0, 75)
     assert says in failed.output, failed.output
+
+
+def test_each_stage_has_its_times(trained, folder):
+    run_dir = trained("4 stages on 2 ranks")
+    records = [line for line in read_lines(run_dir / "metrics.jsonl") if "loss" in line]
+    for record in records:
+        assert len(record["stages"]) == 2
+        for stage in record["stages"]:
+            assert all(seconds > 0 for seconds in stage.values()), stage
+            assert sum(stage.values()) < record["step_seconds"]
+    log = (run_dir / "log/rank_0.log").read_text()
+    assert re.search(r"stage [12] of 2 computes longest, \d+% of a step; the stages wait for", log)
+    page = folder / "report.html"
+    run([sys.executable, "-m", "launcher", "report", run_dir, f"out={page}"]).check()
+    assert "Stages of the pipeline" in (text := page.read_text())
+    assert "stage 1, blocks 0 and 2" in text
+    assert "stage 2, blocks 1 and 3" in text
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """A function that trains a model of a family on one rank, once."""
+    done = {}
+
+    def alone(family):
+        if family not in done:
+            done[family] = folder / family
+            train(folder, done[family], 1, *SHORT, recipe=recipe_of(family, folder)).check()
+        return done[family]
+
+    return alone
+
+
+SHORT = ["run.max_steps=4", "checkpoint.every_steps=2"]
+
+
+def recipe_of(family, folder):
+    """The name of the recipe of a model of a family."""
+    recipe = yaml.safe_load((folder / "recipe.yaml").read_text())
+    recipe["model"]["config"] = {"model_type": family} | FAMILIES[family]
+    (folder / f"{family}.yaml").write_text(yaml.safe_dump(recipe))
+    return family
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [
+        ("falcon", 2),
+        *(
+            pytest.param(family, ranks, marks=pytest.mark.long)
+            for family in FAMILIES
+            for ranks in (2, 4)
+            if (family, ranks) != ("falcon", 2)
+        ),
+    ],
+)
+def test_a_family_trains_in_stages_and_goes_on_without(alone, folder, tmp_path, family, ranks):
+    """Two stages of one rank, or of two, which shard it."""
+    run_dir, recipe = tmp_path / "run", recipe_of(family, folder)
+    share = f"evaluation.max_batches={8 // ranks}"  # of the same four
+    train(folder, run_dir, ranks, *SHORT, STAGES, share, recipe=recipe).check()
+    assert numbers(run_dir) == pytest.approx(numbers(alone(family)), rel=2e-6)
+    resumed, start = tmp_path / "resumed", run_dir / "checkpoints/step_00000002"
+    train(folder, resumed, 1, *SHORT, f"checkpoint.resume={start}", recipe=recipe).check()
+    expected = numbers(alone(family), first=3)
+    assert numbers(resumed, first=3) == pytest.approx(expected, rel=2e-6)
+    assert exported(resumed).keys() == exported(alone(family)).keys()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_planned_in_stages(folder, family):
+    recipe = f"recipe={folder}/{recipe_of(family, folder)}.yaml"
+    arguments = [recipe, STAGES, "run.device=auto", "gpu=h100", "gpus=2"]
+    command = [sys.executable, "-m", "launcher", "plan", *arguments]
+    output = run([*command, "--no-search"]).check().output
+    assert "blocks over 2 ranks" in output, output
+    assert "a GPU of the first rank of the pipeline needs" in output

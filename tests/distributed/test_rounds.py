@@ -114,6 +114,16 @@ def test_the_model_answers_before_each_round(folder):
 
 
 @pytest.mark.long
+def test_a_model_in_stages_answers_as_on_one_rank(folder):
+    teacher = "distillation.teacher=start"
+    train(folder, "alone", teacher, "batch.micro_batch_size=1", ranks=1)
+    stages = "strategy.pipeline_parallel_size=2"
+    train(folder, "stages", teacher, "batch.micro_batch_size=1", stages, ranks=2)
+    assert rounds_of(folder, "stages") == rounds_of(folder, "alone")
+    assert_close(lines(folder, "stages"), lines(folder, "alone"))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("at", "number", "saved"),
     [

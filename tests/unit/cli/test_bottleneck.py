@@ -24,6 +24,7 @@ BOTTLENECKS = [
     ("strategy.kind=fsdp", {"communication": 0.3}, {}, "try strategy.reshard_after_forward=false"),
     ("strategy.kind=fsdp", {"communication": 0.3}, {"free_memory": 0.1}, "try batch.global_batch_size=128"),
     ("strategy.kind=fsdp", {"communication": 0.3}, {"slow_rank": "rank 3"}, "wait for: rank 3"),
+    ("strategy.pipeline_parallel_size=2", {"stages": 0.3}, {}, "waits for other stages, 30% of a step; try batch.micro_batch_size="),
     ("strategy.cpu_offload={}", {"communication": 0.3}, {}, "host copies and communication, 30% of a step; try strategy.cpu_offload="),
     ("activation_checkpointing={mode: full}", {"recomputation": 0.25}, {}, "25% of a step; try activation_checkpointing.mode=sel"),
     ("activation_checkpointing={mode: selective}", {"recomputation": 0.25}, {"free_memory": 0.1}, "no override"),
@@ -90,8 +91,8 @@ def test_profile_of_a_run_by_its_files():
     built = {"device_memory": 80, "ranks_per_node": 4, "micro_batches": 2, "segments_grow": False}
     profile = profile_of_run(records, {"forward": 1.0}, built, ranks=8, retries=42)
     assert profile == StepProfile(
-        {"data": 0.0, "optimizer": 0.0, "logging": 0.0, "communication": 0.0, "compute": 1.0}
-        | {"recomputation": 0.0},
+        {"data": 0.0, "optimizer": 0.0, "logging": 0.0, "stages": 0.0, "communication": 0.0}
+        | {"compute": 1.0, "recomputation": 0.0},
         ranks=8,
         nodes=2,
         micro_batches=2,

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from launcher.distributed.rank_layout import RankLayout
+from launcher.distributed.rank_layout import OTHERS, RankLayout
 from launcher.distributed.units import Unit
 from launcher.libraries import private
 from launcher.strategies import ddp, fsdp
@@ -31,7 +31,7 @@ class Waits:
     number = 0
 
     @contextlib.contextmanager
-    def __call__(self):
+    def __call__(self, what=OTHERS):
         self.number += 1
         yield
 

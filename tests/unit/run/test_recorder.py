@@ -14,7 +14,7 @@ import torch
 from launcher.console import losses_as_text
 from launcher.data.loader import GlobalBatch, StepStatistics, StepTotals
 from launcher.distributed import host_memory
-from launcher.distributed.rank_layout import RankLayout
+from launcher.distributed.rank_layout import OTHERS, STAGES, RankLayout
 from launcher.errors import DivergedError
 from launcher.metrics import slow_ranks
 from launcher.metrics.sinks import _numbers
@@ -134,6 +134,33 @@ def test_step_time_by_phase(clock):
     recorder.add(step(3))
     clock.now += 1.0
     recorder.collect(recorder.launch(step(3)))
+
+
+def test_times_of_the_stages_of_a_pipeline(clock):
+    """Compute of a pass is without waits; waits for other stages and for others are apart."""
+    recorder = StepRecorder(SINGLE_RANK)
+    recorder.stages = 2
+    for number in (1, 2):
+        for phase, computes, what, waits in (
+            ("forward", 1.0, STAGES, 0.5),
+            ("backward", 2.0, STAGES, 0.25),
+            ("forward", 1.0, OTHERS, 0.125),
+            ("optimizer", 1.0, STAGES, 0.75),  # the norm over all stages
+        ):
+            recorder.phase(phase)
+            clock.now += computes
+            with recorder.waiting(what):
+                clock.now += waits
+        recorder.add(step(number))
+    pending = recorder.launch(step(2))
+    both = torch.stack([pending.numbers, pending.numbers])  # as of a second rank
+    pending = dataclasses.replace(pending, numbers=both)
+    recorder._ranks = SimpleNamespace(size=2)
+    times = {"forward": 2.0, "backward": 2.0, "wait": 1.5, "communication": 0.125}
+    expected = {f"{name}_seconds": seconds for name, seconds in times.items()}
+    line = recorder.collect(pending)
+    assert line["stages"] == [pytest.approx(expected)] * 2
+    assert line["communication_seconds"] == pytest.approx(1.625)
 
 
 def test_waits_that_a_strategy_cannot_time_are_null(clock):
