@@ -296,7 +296,7 @@ class _Requests:
             return "stopping before the first step"
         if self._run.last_step() == status.get("steps"):
             return "all steps are trained: the run completes its end"
-        return f"stopping after this micro-batch{', saving' * self._saves}"
+        return f"stopping after the next step at the latest{', saving' * self._saves}"
 
     def _kill(self, number: signal.Signals) -> NoReturn:
         ranks, owner = _ranks(), current_owner(self._run.path)

@@ -139,7 +139,7 @@ def test_run_stops_in_every_phase(phase, number, target, tmp_path):
         (
             "save",
             "failed",
-            "stopping after this micro-batch, saving",
+            "stopping after the next step at the latest, saving",
             "are killed; steps since the last",
         ),
         ("export", "failed", "all steps are trained", "are killed; steps since the last"),
