@@ -26,7 +26,7 @@ def check(results, cases):
         assert found["answers"] == answers, case
         assert len(answers) > 6, case
         prompt, shown = found["shown"][0]
-        assert len(prompt) < 300, case
+        assert len(prompt) < (1000 if case.startswith("smolvlm videos") else 300), case
         wanted = ["0.png"] * ("alone" not in case.split()) + ["0.mkv"] * videos
         assert [name.rpartition("/")[2] for name in shown] == wanted
         assert found["norms"][0] == pytest.approx(expected["norms"][0], rel=2e-5), case
@@ -53,7 +53,8 @@ def test_rows_with_videos_train_as_in_transformers(tmp_path):
 
 @pytest.mark.long
 def test_families_with_videos_train_as_in_transformers(tmp_path):
-    cases = [case for case in VIDEO_CASES if case not in QUICK_VIDEOS]
+    rest = [case for case in VIDEO_CASES if case not in QUICK_VIDEOS]
+    cases = [case for case in rest if not needs(case.split()[0])]
     results = results_of("images_worker.py", tmp_path, *cases, ranks=2, timeout=900)
     check(results, cases)
 
