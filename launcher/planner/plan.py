@@ -368,7 +368,9 @@ def _attachment_notes(profile: ModelProfile, recipe: Recipe) -> Iterator[str]:
             continue
         yield (
             f"{nouns}: each row is full of the largest {nouns} ({profile.tower.patches:,} patches); "
-            f"rows with less need less memory and time. {TOWERS[kind].smaller}"
+            f"rows with less need less memory and time"
+            + f". {TOWERS[kind].smaller}"
+            * profile.tower.limited
         )
 
 

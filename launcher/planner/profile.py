@@ -193,6 +193,8 @@ class TowerProfile:
     """The first token of each of these attachments in its row, and the one after its last."""
     kinds: tuple[str, ...] = ()
     """The kinds whose largest attachment is known. Rows are full of those of the first one."""
+    limited: bool = False
+    """Whether the processor has a limit of pixels of these."""
     saved: dict[torch.dtype, Saved] = dataclasses.field(default_factory=dict)
     """What a block saves for such a row, by compute dtype. Empty if the model does not run on fake
     tensors."""
@@ -512,6 +514,9 @@ def _tower_profile(
     made = TowerProfile(tuple(blocks), kinds=kinds)
     if not prepared.planned.modalities:
         return made
+    first = prepared.planned.modalities[0].tower
+    assert first is not None
+    made = dataclasses.replace(made, limited=first.form.limited)
     attachments = _one_row(prepared, recipe).micro_batch.inputs["attachments"]
     for modality in prepared.planned.modalities:
         given, tower = attachments[modality.kind], modality.tower

@@ -584,7 +584,10 @@ def test_launcher_train_returns_exit_status_of_the_run(tmp_path):
         assert "Traceback" not in result.output
         assert "message format" not in result.output
         assert "exitcode" not in result.output
-    assert "\nstopping after the next step at the latest, saving; press again to stop now\n" in stopped.output
+    assert (
+        "\nstopping after the next step at the latest, saving; press again to stop now\n"
+        in stopped.output
+    )
     assert re.fullmatch(r"run.dir: [^\n]*\n", refused.output)
 
 
