@@ -538,9 +538,7 @@ def test_an_export_without_a_whole_checkpoint_names_the_copies(tmp_path):
     """As after a start that was ended while it fetched them."""
     (tmp_path / "checkpoints" / "step_00000003").mkdir(parents=True)
     for copies, named in (("null", False), ("s3://bucket/run", True)):
-        loaded = load_recipe(
-            ["recipe=quickstart", f"checkpoint.copy_to={copies}"], ranks=1
-        ).recipe
+        loaded = load_recipe(["recipe=quickstart", f"checkpoint.copy_to={copies}"], ranks=1).recipe
         (tmp_path / "recipe.yaml").write_text(to_yaml(loaded))
         with pytest.raises(RecipeError) as refused, contextlib.ExitStack() as held:
             find_checkpoint(tmp_path, held)
