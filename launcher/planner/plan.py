@@ -305,7 +305,8 @@ def _stages_note(work: Work, plans: Sequence[Plan], machine: Machine) -> str:
     """A note on the memory of the stages of a pipeline."""
     blocks = [len(stage.profile.block_classes) for stage in work.pipeline]
     both = [
-        f"{bytes_as_text(p.needed)} with {n} block{'s' * (n != 1)}" for p, n in zip(plans, blocks, strict=True)
+        f"{bytes_as_text(p.needed)} with {n} block{'s' * (n != 1)}"
+        for p, n in zip(plans, blocks, strict=True)
     ]
     between = [*zip([plan.needed for plan in plans], both, strict=True)][1:-1]
     most = f", between them at most {max(between)[1]}" if between else ""
