@@ -22,10 +22,13 @@ LASTING_SECONDS = 3.0
 
 class SlowRanks:
     """Compares the ranks' own times of a step, without waits for other ranks. Messages name the
-    host of a rank."""
+    host of a rank. Only ranks with the same stages of a pipeline are compared: others compute other
+    blocks."""
 
-    def __init__(self, hosts: Sequence[str]) -> None:
-        self._hosts = hosts
+    def __init__(self, hosts: Sequence[str], *, stages: int = 1) -> None:
+        """hosts: of each rank. stages: the ranks of a pipeline; ranks with the same stages are
+        neighbours."""
+        self._hosts, self._stages = hosts, stages
         self._recent: deque[tuple[int, float, Sequence[float]]] = deque(maxlen=RECORDS)
         self._since: dict[int, tuple[int, float]] = {}
         """For each slow rank, the step and time since which it is slow."""
@@ -41,12 +44,14 @@ class SlowRanks:
         if len(self._recent) < RECORDS:
             return []
         medians = np.median([own for *_, own in self._recent], axis=0)
+        compared = medians.reshape(self._stages, -1)
         # With two ranks, the median would be the mean of both
-        usual = float(medians.min() if len(medians) == 2 else np.median(medians))
-        factors, messages = medians / max(usual, 1e-9), []
+        typical = np.min if compared.shape[1] == 2 else np.median
+        usual = np.repeat(typical(compared, axis=1), compared.shape[1])
+        factors, messages = medians / np.maximum(usual, 1e-9), []
         slow = np.flatnonzero((factors >= SLOW) & (medians - usual >= LEAST_SECONDS)).tolist()
         for rank in sorted({*slow, *self._since}):
-            first, started = self._since.setdefault(rank, self._begin(rank, SLOW * usual))
+            first, started = self._since.setdefault(rank, self._begin(rank, SLOW * usual[rank]))
             seconds, where = time.monotonic() - started, f"rank {rank} on {self._hosts[rank]}"
             passed = seconds_as_text(seconds)
             if factors[rank] < FAST:

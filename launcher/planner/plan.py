@@ -83,7 +83,7 @@ def make_plan(recipe: Recipe, machine: Machine, *, stages: bool = True) -> Plan:
     if work.pipeline:
         host = max(plans, key=lambda plan: plan.host.total).host
         largest = dataclasses.replace(largest, host=host)
-        notes = (_stages_note(work, plans), *notes)
+        notes = (_stages_note(work, plans, machine), *notes)
     return dataclasses.replace(largest, arithmetic=estimated.step, notes=notes)
 
 
@@ -301,17 +301,17 @@ def _teacher_note(recipe: Recipe, machine: Machine) -> Iterator[str]:
     )
 
 
-def _stages_note(work: Work, plans: Sequence[Plan]) -> str:
+def _stages_note(work: Work, plans: Sequence[Plan], machine: Machine) -> str:
     """A note on the memory of the stages of a pipeline."""
     blocks = [len(stage.profile.block_classes) for stage in work.pipeline]
     both = [
-        f"{bytes_as_text(p.needed)} with {n} blocks" for p, n in zip(plans, blocks, strict=True)
+        f"{bytes_as_text(p.needed)} with {n} block{'s' * (n != 1)}"
+        for p, n in zip(plans, blocks, strict=True)
     ]
     between = [*zip([plan.needed for plan in plans], both, strict=True)][1:-1]
     most = f", between them at most {max(between)[1]}" if between else ""
-    return (
-        f"a GPU of the first rank of the pipeline needs {both[0]}, of the last one {both[-1]}{most}"
-    )
+    noun = "GPU" if machine.device == "cuda" else "rank"
+    return f"a {noun} at the start of the pipeline needs {both[0]}, at its end {both[-1]}{most}"
 
 
 def _experts_note(work: Work, machine: Machine) -> Iterator[str]:

@@ -939,6 +939,8 @@ def _batches(recipe: Recipe, ranks: int | None) -> Found:
         keys = [each.key for each in PARALLEL_SIZES if each.same_sequences]
         given = {key: getattr(recipe.strategy, key) for key in keys}
         sizes = LayoutSizes(size=ranks, **given)
+        if any(sizes.problems()):  # `_groups` refuses them
+            return
         unit *= sizes.data_parallel_size
         divisors = "".join(f" / {n} (strategy.{each.key})" for each, n in sizes.same_sequences)
         factors.append(f"{ranks} (ranks){divisors}")

@@ -343,6 +343,9 @@ class StepRecorder:
         gathered = dict(zip(names, by_rank.unbind(1), strict=True))
         steps, seconds, own = interval.steps, interval.step_seconds, gathered["own"]
         self.own_seconds = [] if own.isnan().any() else own.tolist()
+        # Ranks with other stages compute other blocks
+        fastest = own.view(self.stages, -1).amin(1).repeat_interleave(len(own) // self.stages)
+        slowest = int((own - fastest).argmax())
         rate = interval.tokens / steps / seconds
         self.operations_of_towers = interval.tower_operations / steps / seconds
         totals, reserved = step.batch.statistics.read(), finite(gathered["reserved"].max().item())
@@ -369,9 +372,9 @@ class StepRecorder:
             **self._of_stages(gathered),
             "checkpoint_seconds": interval.seconds["checkpoint"],
             "cpu_seconds": float(gathered["cpu"].sum()) / steps,
-            "slowest_rank": int(own.argmax()) if self.own_seconds else None,
-            "slowest_rank_seconds": finite(own.max().item()),
-            "fastest_rank_seconds": finite(own.min().item()),
+            "slowest_rank": slowest if self.own_seconds else None,
+            "slowest_rank_seconds": finite(own[slowest].item()),
+            "fastest_rank_seconds": finite(fastest[slowest].item()),
             "gpu_power_watts": finite(gathered["power"].mean().item()),
             "gpu_temperature_celsius": finite(gathered["temperature"].max().item()),
             "gpu_utilization": finite(gathered["busy"].min().item()),

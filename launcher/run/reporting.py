@@ -93,7 +93,7 @@ class Reporter:
             folder.write_status("running", step=first_step, **self._status)
         host = socket.gethostname()
         self._hosts = gather(host, ranks.group) if ranks.size > 1 else [host]
-        self._slow = SlowRanks(self._hosts)
+        self._slow = SlowRanks(self._hosts, stages=recorder.stages)
         self._recorder, self._training = recorder, training
         self._micro_batch, self._line_at = 0, time.monotonic()
         """The micro-batch of the step, from 1, and when a line was last due."""

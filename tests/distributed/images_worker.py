@@ -93,6 +93,9 @@ QUICK = ("qwen2_5_vl fsdp", "gemma3 fsdp")
 VIDEOS = ["videos={train: all}", "data.train=FOLDER/videos.jsonl"]
 VIDEOS += ["data.validation=FOLDER/videos.jsonl"]
 VIDEO_CASES = {
+    "qwen2_5_vl videos pipeline": [FSDP, STAGES],
+    "qwen3_vl videos pipeline": [FSDP, STAGES],
+    "internvl videos pipeline padded": [FSDP, STAGES, *PADDED],
     "qwen2_5_vl videos fsdp": [FSDP],
     "qwen3_vl videos fsdp checkpointing": [FSDP, FULL],
     "qwen2_vl videos fsdp": [FSDP],

@@ -131,9 +131,7 @@ def test_stages_with_images_are_planned(folder, train_tower, capsys):
     words = [word.replace("FOLDER", str(folder)) for word in words]
     assert main(["plan", *words, "gpu=cpu", "gpus=2", "--no-search"]) == 0
     output = " ".join(capsys.readouterr().out.split())
-    found = re.search(
-        r"first rank of the pipeline needs ([\d.]+) MiB .* last one ([\d.]+) MiB", output
-    )
+    found = re.search(r"start of the pipeline needs ([\d.]+) MiB .* its end ([\d.]+) MiB", output)
     first, last = map(float, found.groups())
     assert first > last + 8, "the first stage has the tower"
 

@@ -170,6 +170,7 @@ IN_ARGUMENTS = r"""
 4 | strategy.replicate=3 | /does-not-divide-ranks
 4 | strategy.pipeline_parallel_size=0 | /range
 4 | strategy.pipeline_parallel_size=3 | /does-not-divide-ranks
+4 | strategy.pipeline_parallel_size=3 & batch.global_batch_size=60 | strategy.pipeline_parallel_size/does-not-divide-ranks
 4 | strategy.pipeline_parallel_size=2 & strategy.kind=ddp | strategy.pipeline_parallel_size/needs-strategy.kind
 4 | strategy.pipeline_parallel_size=2 & strategy.replicate=4 | strategy.replicate/does-not-divide-ranks
 4 | strategy.pipeline_parallel_size=2 & batch.global_batch_size=60 | /not-a-multiple
@@ -183,6 +184,7 @@ IN_ARGUMENTS = r"""
 2 | strategy.pipeline_parallel_size=2 & strategy.pipeline_schedule=zero_bubble | strategy.pipeline_schedule/choice
 4 | strategy.context_parallel_size=-2 | /range
 4 | strategy.context_parallel_size=3 | /does-not-divide-ranks
+4 | strategy.context_parallel_size=3 & batch.global_batch_size=60 | strategy.context_parallel_size/does-not-divide-ranks
 4 | strategy.context_parallel_size=4 & strategy.context_parallel_ring=3 | strategy.context_parallel_ring/does-not-divide
 4 | strategy.context_parallel_ring=2 | /needs-strategy.context_parallel_size
 4 | strategy.context_parallel_ring=0 | /range

@@ -24,7 +24,7 @@ from launcher.recipe.load import load_recipe
 from launcher.reliability.json_files import read_jsonl
 from launcher.reliability.run_directory import RunFolder
 from launcher.run import recorder, reporting
-from launcher.run.recorder import StepRecorder
+from launcher.run.recorder import GATHERED, StepRecorder
 from launcher.run.reporting import Reporter
 from launcher.training.loop import Step
 from launcher.training.setup import Flops
@@ -207,6 +207,41 @@ def test_slow_rank_is_reported_at_start_and_end(slow_rank_messages):
     ((_, first),), note = slow_rank_messages(range(20, 61), ranks=2)
     assert "slow: rank 0 on node0 takes " in first
     assert re.fullmatch("rank 0 slow x[12].[90]", note)
+
+
+def test_a_rank_is_slow_among_those_of_its_stage(monkeypatch, clock):
+    """Stages compute different blocks: neither a stage of one rank nor one of several is slow because
+    another one has less to do."""
+    monkeypatch.setattr(slow_ranks, "time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    def messages(own, *, stages):
+        slow = SlowRanks([f"node{rank}" for rank in range(len(own))], stages=stages)
+        found = []
+        for number in range(1, 31):
+            clock.now += 1.0
+            found += slow.update(number, own)
+        return found
+
+    assert messages([3.0, 1.0], stages=2) == messages([3.0, 3.1, 1.0, 1.1], stages=2) == []
+    (message,) = messages([3.0, 3.1, 1.0, 2.0], stages=2)
+    assert message.startswith("slow: rank 3 on node3 takes 2.0 times as long")
+
+
+@pytest.mark.parametrize(
+    ("own", "rank", "fastest"), [([3.0, 3.5, 1.0, 2.0], 3, 1.0), ([3.0, 1.0], 0, 3.0)]
+)
+def test_the_slowest_rank_of_a_record_is_so_in_its_stage(own, rank, fastest):
+    recorder = StepRecorder(SINGLE_RANK)
+    recorder.stages = 2
+    recorder.add(step(1))
+    pending = recorder.launch(step(1))
+    numbers = torch.stack([pending.numbers] * len(own))
+    numbers[:, GATHERED.index("own")] = torch.tensor(own)
+    recorder._ranks = SimpleNamespace(size=len(own))
+    line = recorder.collect(dataclasses.replace(pending, numbers=numbers))
+    assert line["slowest_rank"] == rank
+    assert line["slowest_rank_seconds"] == own[rank]
+    assert line["fastest_rank_seconds"] == fastest
 
 
 def test_rank_is_slow_only_after_three_seconds(slow_rank_messages):
