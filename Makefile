@@ -130,8 +130,8 @@ test: lint types
 .PHONY: check
 check: lint
 	CHECK=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m 'not slow and not long and not gpu' --numprocesses 2 --dist loadfile \
-		tests/unit/recipe tests/unit/data tests/unit/objectives tests/unit/slurm tests/unit/test_house.py \
-		tests/unit/planner/test_plan_command.py::test_json_is_one_object_with_integer_bytes tests/golden
+		--no-loadscope-reorder tests/golden tests/unit/test_house.py tests/unit/objectives tests/unit/data tests/unit/slurm \
+		tests/unit/planner/test_plan_command.py::test_json_is_one_object_with_integer_bytes tests/unit/recipe
 
 # As many of the long tests as begin within six minutes, in an order that follows from the time of the commit
 # Another share every four hours of commits, so that a share can be run before it is pushed

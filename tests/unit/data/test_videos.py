@@ -551,6 +551,7 @@ def test_packed_rows_with_images_and_videos(folder):
     assert (made["position_ids"][0, 0] == 0).sum() == 4  # three documents, and padding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("limits", [{}, {"fps": 3.0, "max_frames": 6}, {"max_pixels": 40_960}])
 def test_an_exported_processor_takes_the_same_frames(folder, tmp_path, family, limits):

@@ -680,6 +680,7 @@ def test_no_node_is_lost_if_the_job_is_warned_before_all_have_answered(start_job
     assert job._find_lost({}) == job.bad_nodes == []
 
 
+@pytest.mark.slow
 def test_a_spare_node_takes_the_place_of_a_lost_one(start_job, monkeypatch, capsys):
     """Twice; then too few nodes are left. The first node is not the first that is lost."""
     job, commands = start_job({"SLURM_JOB_NUM_NODES": "3"}, THREE, train_nodes=1)
