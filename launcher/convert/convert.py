@@ -16,6 +16,7 @@ from launcher.convert.conversion import Conversion, finish
 from launcher.convert.model_files import check_model
 from launcher.convert.text import recipe_text
 from launcher.convert.tool_files import tool_of
+from launcher.distributed.rank_layout import PARALLEL_SIZES
 from launcher.errors import RecipeError
 from launcher.recipe.decode import DEFAULT, Problem, decode, dotted, keys, merged
 from launcher.recipe.rules import check
@@ -230,8 +231,10 @@ def _fit_batch(c: Conversion, problem: Problem, ranks: int) -> bool:
     ours = c.origins.get(key) != "command line" and dotted(problem.path) == key
     if not ours or not isinstance(batch, int) or not isinstance(micro, int):
         return False
-    sizes = [c.values.get(f"strategy.{name}_parallel_size") for name in ("tensor", "context")]
-    groups = ranks // math.prod(size for size in sizes if isinstance(size, int)) or 1
+    keys = [each.key for each in PARALLEL_SIZES if each.same_sequences]
+    sizes = [c.values.get(f"strategy.{each}") for each in keys]
+    sharing = math.prod(size for size in sizes if isinstance(size, int))
+    groups = ranks // sharing or 1
     fitted = math.ceil(batch / (micro * groups)) * micro * groups
     if batch <= 0 or micro <= 0 or fitted == batch:
         return False
@@ -239,8 +242,8 @@ def _fit_batch(c: Conversion, problem: Problem, ranks: int) -> bool:
     names = c.origins[key].partition(": ")[2] or key
     c.lost.setdefault(
         names.partition(",")[0],
-        f"{key}: {batch} sequences a step there. {groups} ranks with {micro} each take {fitted} here; "
-        f"{key}={batch} and gpus={max(1, batch // micro)} would take as many",
+        f"{key}: {batch} sequences a step there. {groups} {'groups of ' * (sharing > 1)}ranks with {micro} "
+        f"each take {fitted} here; {key}={batch} and gpus={max(1, batch // micro) * sharing} would take as many",
     )
     return True
 

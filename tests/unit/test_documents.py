@@ -444,7 +444,7 @@ def test_the_reading_path_names_files_and_definitions_that_exist():
         len((REPOSITORY / "launcher" / file).read_text().splitlines())
         for file in re.findall(r"^\| " + NAMED, read, re.MULTILINE)
     )
-    assert lines == pytest.approx(7100, rel=0.05)
+    assert lines == pytest.approx(7400, rel=0.05)
     for file, what in {
         "planner/work.py": "adafactor",
         "planner/speed.py": "adafactor",

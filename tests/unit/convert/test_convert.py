@@ -397,7 +397,7 @@ def test_layers_of_a_regular_expression(tmp_path, expression, names):
     assert list(lost) == ([] if names else ["lora_target_modules"])
 
 
-@pytest.mark.parametrize(("gpus", "batch"), [(8, 8), (2, 2)])
+@pytest.mark.parametrize(("gpus", "batch"), [(8, 4), (2, 2)])
 def test_a_batch_of_fewer_groups_than_ranks_is_rounded_up(tmp_path, gpus, batch):
     """Ranks that share sequences there have sequences of their own here."""
     text = LLAMA_FACTORY.replace("bf16: true", "gradient_accumulation_steps: 2")
@@ -410,10 +410,14 @@ def test_a_batch_of_fewer_groups_than_ranks_is_rounded_up(tmp_path, gpus, batch)
     found, lost = values(tmp_path, text, ranks=gpus)
     assert found["batch.global_batch_size"] == batch
     rounded = {"per_device_train_batch_size"} if batch > 2 else set()
-    parallel = {"tensor_model_parallel_size", "pipeline_model_parallel_size"}
-    assert set(lost) == rounded | parallel
+    assert found["strategy.pipeline_parallel_size"] == 2
+    assert set(lost) == rounded | {"tensor_model_parallel_size"}
     if rounded:
-        assert "2 sequences a step there. 8 ranks with 1 each take 8 here" in lost[rounded.pop()]
+        wanted = "2 sequences a step there. 4 groups of ranks with 1 each take 4 here; "
+        assert (
+            f"{wanted}batch.global_batch_size=2 and gpus=4 would take as many"
+            in lost[rounded.pop()]
+        )
 
 
 def test_the_second_trainer_of_llama_factory(tmp_path):

@@ -523,7 +523,9 @@ def test_the_stages_of_a_pipeline_are_traced(staged, mode):
     planned = plan.make_plan(made, machine)
     assert planned.tensors == max(traced)
     assert planned.traced
-    (note,) = (note for note in planned.notes if note.startswith("a GPU of the first rank"))
+    (note,) = (
+        note for note in planned.notes if note.startswith("a GPU at the start of the pipeline")
+    )
     assert bytes_as_text(planned.needed) in note
 
 
