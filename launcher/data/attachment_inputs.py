@@ -172,9 +172,8 @@ class ModelAttachments:
             if modality.tower is None:
                 continue
             arrays = modality.join(found or [modality.blank])
-            given |= modality.tower.make(
-                arrays, _of_kind(ids, rows, kind, mine), modality.pixel_table
-            )
+            own_ids = _without_other_kinds(ids, rows, kind, mine)
+            given |= modality.tower.make(arrays, own_ids, modality.pixel_table)
             counted = modality.tower.forward_operations(given["tower"], len(given["positions"]))
             passes = modality.tower.operations.passes if found else 0
             operations += round(passes * sum(counted))
@@ -184,8 +183,8 @@ class ModelAttachments:
         return replace(micro_batch, inputs=tensors), operations
 
     def _arguments(self, rows: list[Sample]) -> dict[str, torch.Tensor]:
-        """What transformers' own forward method takes of attachments: the arrays of kinds with the same
-        names are one, in the order of the rows."""
+        """What transformers' own forward method takes of attachments. Kinds whose arrays have the same
+        names share one array, in the order of the rows."""
         given = list[tuple[Modality, Arrays]]()
         plain = {one.kind: one for one in self.modalities if one.tower is None}
         for row in rows:
@@ -216,15 +215,18 @@ def _of(row: Sample, kind: str) -> Iterator[Loaded]:
     return (one for one in found if one.kind == kind)
 
 
-def _of_kind(ids: torch.Tensor, rows: list[Sample], kind: str, mine: slice) -> torch.Tensor:
-    """The ids of these tokens of the rows, (rows, tokens), with -1 for attachments of other kinds: their
-    tokens may be the same."""
+def _without_other_kinds(
+    ids: torch.Tensor, rows: list[Sample], kind: str, mine: slice
+) -> torch.Tensor:
+    """The ids with -1 in the places of attachments of other kinds, which may have the same tokens. ids:
+    (rows, tokens), the part `mine` of the rows."""
     made = ids.clone()
     for number, row in enumerate(rows):
-        others: Any = row.get("attachments", ())
-        for one in others:
+        shown: Any = row.get("attachments", ())
+        for one in shown:
             if one.kind != kind:
-                first, end = (max(0, place - mine.start) for place in (one.first, one.end))
+                first = max(0, one.first - mine.start)
+                end = max(0, one.end - mine.start)
                 made[number, first:end] = -1
     return made
 

@@ -458,13 +458,15 @@ class SmolVLMFrames(Frames):
     pixels = "pixel_values"
 
     def __init__(self, settings: Mapping[str, Any], limits: Limits) -> None:
-        """See `Frames`. Where the files give no frames: those of SmolVLM2's."""
-        own = {"fps": 1, "num_frames": 64} | {
-            key: value for key, value in settings.items() if value is not None
-        }
+        """See `Frames`. Files without a rate and a number of frames get those of SmolVLM2's files. Both
+        limit the frames, so `videos.fps` leaves the number as it is."""
+        given = {key: value for key, value in settings.items() if value is not None}
+        own = {"fps": 1, "num_frames": 64} | given
         super().__init__(own, limits)
-        if limits.fps is not None:
-            self.settings["num_frames"] = min(own["num_frames"], limits.max_frames or math.inf)
+        most = own["num_frames"]
+        if limits.max_frames is not None:
+            most = min(most, limits.max_frames)
+        self.settings["num_frames"] = most
 
     def choose(self, total: int, fps: float | None) -> Sequence[int]:
         """Long videos without their first and last second."""

@@ -366,11 +366,10 @@ def _attachment_notes(profile: ModelProfile, recipe: Recipe) -> Iterator[str]:
             first = ATTACHMENTS[known[0]]
             yield f"{nouns}: each row is full of {first}, which take as much for each token"
             continue
+        smaller = f". {TOWERS[kind].smaller}" if profile.tower.limited else ""
         yield (
             f"{nouns}: each row is full of the largest {nouns} ({profile.tower.patches:,} patches); "
-            f"rows with less need less memory and time"
-            + f". {TOWERS[kind].smaller}"
-            * profile.tower.limited
+            f"rows with less need less memory and time{smaller}"
         )
 
 
