@@ -8,7 +8,13 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LogitsProcessor
 
-from launcher.data.tokenizer import ByteTokenizer, hugging_face_byte_tokenizer, tokenizer_identity
+from launcher.data.tokenizer import (
+    ByteTokenizer,
+    hugging_face_byte_tokenizer,
+    load_tokenizer,
+    tokenizer_identity,
+)
+from launcher.errors import RecipeError
 
 # fmt: off
 TEXTS = [
@@ -110,3 +116,16 @@ def test_store_identity_matches_the_tokenizer():
     content = json.dumps([sorted(tokenizer.get_vocab().items()), tokenizer.chat_template])
     assert hashlib.sha256(content.encode()).hexdigest().startswith("852a5c324591")
     assert tokenizer_identity("bytes").startswith("bytes 66c40772")
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_name_is_another_folder_in_the_next_test(tmp_path, monkeypatch, there):
+    """A check of `forget_files` (tests/conftest.py): without it the second case finds the tokenizer of the
+    first."""
+    monkeypatch.chdir(tmp_path)
+    if there:
+        hugging_face_byte_tokenizer().save_pretrained("model")
+        assert load_tokenizer("model").ids(["a"])[0].tolist() == [97]
+    else:
+        with pytest.raises(RecipeError, match="no such folder: model"):
+            load_tokenizer("model")
