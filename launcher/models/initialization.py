@@ -9,7 +9,7 @@ to its own shard, on its device.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,6 +30,7 @@ from launcher.models import philox
 from launcher.models.adapted import adapted_weights, adapter_modules
 from launcher.models.names import clean_name, named_tensors
 from launcher.models.nf4 import dtype_of, packed_in, shape_of
+from launcher.models.record import record_of
 from launcher.models.shards import (
     compute_device,
     copy_local_rows,
@@ -111,12 +112,14 @@ def initialize(
             id(buffer): (buffer, version_of(buffer))
             for _, buffer in model.named_buffers()  # on the CPU: none of this waits for the device
         }
-        for name, draw in initializers(model, drawn):
-            # The generator is for random numbers outside of parameters
-            torch.default_generator.manual_seed(philox.derived_seed(seed, clean_name(name)))
-            draw()
-            while whole:
-                whole.pop().store()
+        stages = record_of(model).stages
+        with nullcontext() if stages is None else stages.without_places(model):
+            for name, draw in initializers(model, drawn):
+                # The generator is for random numbers outside of parameters
+                torch.default_generator.manual_seed(philox.derived_seed(seed, clean_name(name)))
+                draw()
+                while whole:
+                    whole.pop().store()
         for each in adapted_weights(model):  # after all parents, which may draw all in a module
             each.draw()
         for initial in initials:

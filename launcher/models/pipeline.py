@@ -403,6 +403,24 @@ class StagedModel:
         """The parents of this rank's modules with their names, stages, modules and places."""
         model.forward = self._forward
 
+    @contextmanager
+    def without_places(self, model: nn.Module) -> Iterator[None]:
+        """A context in which the model's lists of blocks have only this rank's. Initializers of transformers may set
+        a buffer in each block of a list (Falcon-H1)."""
+        lists = {
+            module: module._modules
+            for module in model.modules()
+            if any(isinstance(child, _Elsewhere) for child in module.children())
+        }
+        for module, children in lists.items():
+            own = {n: child for n, child in children.items() if not isinstance(child, _Elsewhere)}
+            module._modules = own
+        try:
+            yield
+        finally:
+            for module, children in lists.items():
+                module._modules = children
+
     # Who has what
 
     def blocks_text(self, rank: int) -> str:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from tests import REPOSITORY
 from tests.distributed.launching import forked, run, torchrun, wait_until
 from tests.run_files import read_lines, status, write_texts
+from tests.unit.models import recurrent_families
 
 TRAIN = REPOSITORY / "launcher/train.py"
 FAULTY = REPOSITORY / "tests/distributed/faulty_train.py"
@@ -66,6 +67,8 @@ FAMILIES = {
     "exaone4": _SIZES
     | {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gemma2": _SIZES | {"head_dim": 8, "sliding_window": 9},
+    "falcon_h1": recurrent_families.FAMILIES["falcon_h1"]
+    | {"vocab_size": 260, "num_hidden_layers": 4, "head_dim": 8},
     "glm4": _SIZES | {"head_dim": 8, "partial_rotary_factor": 0.5},
     "granite": _SIZES
     | {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
