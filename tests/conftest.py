@@ -35,7 +35,7 @@ _time_limit = None
 
 SHARE = os.environ.get("LONG_SHARE")
 """Set by `make test-share`: any text. It decides which files of long tests come first."""
-SHARE_SECONDS = 6 * 60
+SHARE_SECONDS = int(os.environ.get("SHARE_SECONDS", "360"))
 """In such a session tests that would start later are skipped."""
 CHANGED = {Path(name).stem.removeprefix("test_") for name in os.environ.get("CHANGED", "").split()}
 """Names of modules and tests that the last commits changed."""
