@@ -271,13 +271,22 @@ def stages_of(
 
 
 class _Elsewhere(nn.Module):
-    """Stands in the place of a block of another stage."""
+    """Stands in the place of a block of another stage. It has the block's kind, which a model may read to
+    choose a mask: `block_type` in Nemotron-H, `attention_type` in Inkling."""
 
     def __init__(
-        self, pass_by: Callable[[int, torch.Tensor], Any], index: int, *, in_tuples: bool
+        self,
+        pass_by: Callable[[int, torch.Tensor], Any],
+        index: int,
+        *,
+        block: nn.Module,
+        in_tuples: bool,
     ) -> None:
         super().__init__()
         self._pass_by, self._index, self._in_tuples = pass_by, index, in_tuples
+        for name, value in vars(block).items():
+            if name[0] != "_" and name not in vars(self) and isinstance(value, str | int | float):
+                setattr(self, name, value)
 
     def forward(self, hidden_states: torch.Tensor, *args: object, **kwargs: object) -> Any:
         output = self._pass_by(self._index, hidden_states)
@@ -370,15 +379,21 @@ class StagedModel:
         """For each module that only one stage has: the stage, and what stands in its place."""
         for stage, part in enumerate(stages):
             for index in part:
-                block = _Elsewhere(self._pass_by, index, in_tuples=chain.in_tuples)
-                self._places[chain.blocks[index]] = stage, block
+                name = chain.blocks[index]
+                place = _Elsewhere(
+                    self._pass_by,
+                    index,
+                    block=model.get_submodule(name),
+                    in_tuples=chain.in_tuples,
+                )
+                self._places[name] = stage, place
         self._places |= {name: (0, _Before(self._get_received)) for name in chain.before}
         for name in chain.after:
             module = model.get_submodule(name)
-            place: nn.Module = _After(getattr(module, "out_features", None))
+            after: nn.Module = _After(getattr(module, "out_features", None))
             if head is not None and head.layer is module:
-                place.forward = module.forward
-            self._places[name] = self.count - 1, place
+                after.forward = module.forward
+            self._places[name] = self.count - 1, after
         for name in (*chain.before, *chain.after):
             weight = getattr(model.get_submodule(name), "weight", None)
             if weight is not None:  # a model may read its dtype or its device
