@@ -380,13 +380,9 @@ class StagedModel:
         for stage, part in enumerate(stages):
             for index in part:
                 name = chain.blocks[index]
-                place = _Elsewhere(
-                    self._pass_by,
-                    index,
-                    block=model.get_submodule(name),
-                    in_tuples=chain.in_tuples,
-                )
-                self._places[name] = stage, place
+                block, in_tuples = model.get_submodule(name), chain.in_tuples
+                elsewhere = _Elsewhere(self._pass_by, index, block=block, in_tuples=in_tuples)
+                self._places[name] = stage, elsewhere
         self._places |= {name: (0, _Before(self._get_received)) for name in chain.before}
         for name in chain.after:
             module = model.get_submodule(name)

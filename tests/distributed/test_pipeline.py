@@ -73,7 +73,12 @@ FAMILIES = {
     "granite": _SIZES
     | {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
     "lfm2": _SIZES | {"full_attn_idxs": [1, 3], "block_multiple_of": 16},
-    "nemotron_h": recurrent_families.FAMILIES["nemotron_h"] | {"vocab_size": 260},
+    "nemotron_h": {
+        key: value
+        for key, value in recurrent_families.FAMILIES["nemotron_h"].items()
+        if key != "num_hidden_layers"  # it follows from layers_block_type
+    }
+    | {"vocab_size": 260},
     "nemotron": _SIZES | {"head_dim": 8},
     "phi": _SIZES | {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
     "qwen2_moe": _SIZES
