@@ -458,7 +458,7 @@ def _encode_prompted(encoder: Encoder, batch: list[_Prompted]) -> Iterator[Docum
         first = len(answers[0].ids)
         yield Document(
             np.concatenate([answer.ids for answer in answers]),
-            np.concatenate([answer.targets for answer in answers]),
+            np.concatenate([answer.labels_or_ids for answer in answers]),
             first_length=first,
             margin=row.margin,
             attachments=join_attachments([each.attachments for each in answers], [0, first]),

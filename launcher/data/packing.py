@@ -257,7 +257,7 @@ def text_lengths(store: TokenStore, unit: str) -> Integers:
     longest text. unit: `Data.batch_unit`."""
     lengths: Integers = np.diff(store.offsets)
     if unit == "queries":
-        ends = np.flatnonzero(np.asarray(store.targets) != IGNORED) + 1
+        ends = np.flatnonzero(np.asarray(store.labels_or_ids) != IGNORED) + 1
         texts = np.diff(ends, prepend=0)
         begins = np.searchsorted(ends, store.offsets[:-1], side="right")
         # A row that cannot be used has no text

@@ -290,7 +290,7 @@ def test_the_answers_of_a_pair_are_computed_by_themselves(packing):
     ]
     store = store_of(pairs)
     sequences = separate_pairs(
-        store.offsets, store.first_lengths, store.targets, sequence_length=45
+        store.offsets, store.first_lengths, store.labels_or_ids, sequence_length=45
     )
     model, single = build("nemotron_h"), build("nemotron_h")
     rows = dataset_of(
