@@ -211,7 +211,7 @@ def pack(
     )
     if begins is not None:
         pieces = _moved(pieces, packed, begins)
-    if KINDS[kind].loss_on == "class":
+    if KINDS[kind].learned == "class":
         return pieces
     if attachments is not None:
         pieces = _before_cut_attachments(pieces, attachments["first"], attachments["end"])
@@ -490,7 +490,7 @@ def first_names(names: Iterable[str]) -> str:
 def no_targets(files: str, data: schema.Data) -> str:
     """The message for data without any token with loss."""
     why = "all labels are -100, or rows have a single token"
-    whole = KINDS[data.kind].loss_on == "whole answers"
+    whole = KINDS[data.kind].learned == "whole answers"
     if whole:
         unit = "pair" if data.batch_unit == "pairs" else "row"
         why = f"no {unit} fits into {data.sequence_length} tokens (data.sequence_length)"

@@ -96,7 +96,7 @@ _PIPELINE = "strategy.pipeline_parallel_size"
 _TEMPLATED = _kinds(lambda kind: kind.templated)
 _OF_TOKENS = " ".join(TOKEN_KINDS)
 _NOT_MASKED = "causal_lm sequence_classification reward embedding reranker"
-_RETRIEVAL = _kinds(lambda kind: kind.loss_on == "texts")
+_RETRIEVAL = _kinds(lambda kind: kind.learned == "texts")
 _NOT_RETRIEVAL = "causal_lm sequence_classification reward masked_lm"
 _SAVES = "checkpoint.every_steps checkpoint.every_epochs"
 _EVALUATES = "data.validation data.validation_split"
@@ -161,14 +161,14 @@ NEEDS: tuple[Needs, ...] = (
     Needs("run.epochs evaluation.every_epochs checkpoint.every_epochs", "data.streaming", False),
     Needs("data.shard_size", "data.streaming", True),
     *(Needs(f"data.{key}", "data.kind", _kinds_with(role)) for role, key in KEYS.items()),
-    Needs("data.labels", "data.kind", _kinds(lambda kind: kind.loss_on == "class")),
+    Needs("data.labels", "data.kind", _kinds(lambda kind: kind.learned == "class")),
     Needs("data.token_dtype data.end_token", "data.kind", "tokens"),
     Needs(
         "data.chat_template data.chat_template_kwargs data.date data.system",
         "data.kind",
         _TEMPLATED,
     ),
-    Needs("data.loss_on", "data.kind", _kinds(lambda kind: kind.loss_on == "answers")),
+    Needs("data.loss_on", "data.kind", _kinds(lambda kind: kind.learned == "answers")),
     Needs("data.message_weights data.loss_weights", "data.kind", "chat"),
     Needs("data.message_weights data.loss_weights", "data.loss_on", "assistant last"),
     Needs("data.prompt_format", "data.kind", _kinds(lambda kind: kind.answers)),
@@ -211,7 +211,7 @@ NEEDS: tuple[Needs, ...] = (
     ),
     Needs("distillation.teacher_column", "distillation.teachers", True),
     Needs("distillation.rounds", "distillation.answers", "student endpoint folder"),
-    Needs("distillation.answers", "data.kind", _kinds(lambda kind: kind.loss_on == "answers")),
+    Needs("distillation.answers", "data.kind", _kinds(lambda kind: kind.learned == "answers")),
     Needs("distillation.answers", "data.loss_on", "assistant last"),
     Needs("distillation.answers", "data.weights_column data.message_weights", False),
     Needs("distillation.answers", "run.on_divergence", "stop"),
@@ -759,8 +759,7 @@ def _columns(recipe: Recipe) -> Found:
 
 def _overlong(recipe: Recipe) -> Found:
     for path, section, kind in _sections(recipe):
-        loss_on = KINDS[kind].loss_on
-        if loss_on == "whole answers" and section.overlong == "cut":
+        if KINDS[kind].learned == "whole answers" and section.overlong == "cut":
             what = f"not for kind {kind}, whose answers must be whole; use drop"
             yield (*path, "overlong"), "not-for-kind", what
         if KINDS[kind].is_cut_by_tokenizer and section.overlong in ("drop", "error"):
@@ -769,7 +768,7 @@ def _overlong(recipe: Recipe) -> Found:
 
 def _packed_lengths(recipe: Recipe) -> Found:
     tokens, data = recipe.batch.micro_batch_tokens, recipe.data
-    packed = data.packing and KINDS[data.kind].loss_on != "class"
+    packed = data.packing and KINDS[data.kind].learned != "class"
     if tokens is not None and data.batch_unit == "queries" and not data.packing:
         what = "needs data.packing=true for kind retrieval, whose rows are texts of several queries"
         yield "batch.micro_batch_tokens", "needs-data.packing", what
@@ -858,7 +857,7 @@ def _metrics(recipe: Recipe) -> Found:
     if recipe.model.mtp is not None:
         known.append("eval_mtp_accuracy_1")
     if generate is not None:
-        if KINDS[recipe.data.kind].loss_on != "answers":
+        if KINDS[recipe.data.kind].learned != "answers":
             mixed = isinstance(recipe.data.train, dict)
             why = ", which is the kind of data.validation, too" if mixed else ""
             what = f"needs data.kind=chat or instruct{why}"
