@@ -72,7 +72,7 @@ from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.environment import Environment, cache_folder
 from launcher.errors import RecipeError, TrainingError
 from launcher.files import replace_text
-from launcher.models.micro_batch import Masking
+from launcher.models.micro_batch import DocumentMasking
 from launcher.models.row_division import WHOLE_ROWS, RowDivision
 from launcher.recipe import schema
 from launcher.reliability.lock import OwnedError, Ownership, Silence, current_owner
@@ -115,7 +115,7 @@ class ModelTraits:
     """Number of classes of a sequence classifier."""
     padding: int = 0
     """Id of the padding token."""
-    masking: Masking = "mask"
+    document_masking: DocumentMasking = "mask"
     recurrent: bool = False
     """Whether it takes the argument `documents` (`launcher/models/recurrent.py`)."""
     division: RowDivision = WHOLE_ROWS
@@ -138,7 +138,7 @@ class ModelTraits:
             length=length,
             packed=packed,
             joined=joined,
-            masking=self.masking,
+            document_masking=self.document_masking,
             recurrent=self.recurrent,
             division=self.division,
             padding=self.padding,
