@@ -441,6 +441,7 @@ _EXTRAS = {
     "images": "PIL",
     "videos": "av",
     "logging.tensorboard": "tensorboard",
+    "logging.wandb": "wandb",
 }
 """Keys that need a module of an extra."""
 
