@@ -21,7 +21,6 @@ from launcher.models.row_division import WHOLE_ROWS, RowDivision
 if TYPE_CHECKING:
     from launcher.data.token_store import TokenStore
 
-Integers = npt.NDArray[np.integer[Any]]
 Piece = tuple[npt.NDArray[Any], ...]
 """Ids and targets of a run of tokens of one document, and perhaps the weights of the targets."""
 _MOST_TARGETS = 0.9
@@ -45,7 +44,7 @@ class Collated:
     """The sum over the documents of their squared lengths in tokens."""
     tower_operations: int = 0
     """Floating-point operations of the towers of attachments, forward and backward."""
-    documents: Integers | None = None
+    documents: npt.NDArray[np.integer[Any]] | None = None
     """The numbers of the documents of the store whose answers are scored, in their order."""
 
     @property
@@ -147,7 +146,10 @@ class RowInputs:
         return row
 
     def of_prompts(
-        self, ids: Integers, store: TokenStore, pieces: Sequence[Sequence[tuple[int, int, int]]]
+        self,
+        ids: npt.NDArray[np.integer[Any]],
+        store: TokenStore,
+        pieces: Sequence[Sequence[tuple[int, int, int]]],
     ) -> Collated:
         """A micro-batch of rows that are answered: `collate`, also where rows are packed or divided.
         ids: (rows, tokens), which begin with the pieces of a store, and have room for answers.
