@@ -331,7 +331,9 @@ def text_families(
             plain[name] = Reference(partial(loop, name, training.data.training), ranks.device)
         dataset: Any = training.data.training
         found = train(training)
-        return plain[name].cells(found, attention=str(dataset.inputs.masking), variant=variant)
+        return plain[name].cells(
+            found, attention=str(dataset.inputs.document_masking), variant=variant
+        )
 
     jobs = [(name, *variant) for name in models for variant in VARIANTS.items()]
     if not tiny:
@@ -377,7 +379,9 @@ def image_families(
             loop = partial(images_worker.plain_loop, folder, family, rows, "all", steps)
             plain[family] = Reference(partial(loop, device=ranks.device), ranks.device)
         found = train(training)
-        return plain[family].cells(found, attention=str(dataset.inputs.masking), variant=variant)
+        return plain[family].cells(
+            found, attention=str(dataset.inputs.document_masking), variant=variant
+        )
 
     for family in models:
         for variant, overrides in VARIANTS.items():

@@ -192,6 +192,12 @@ def count_as_text(number: int) -> str:
     return str(number)
 
 
+def plural(count: int | str, word: str, ending: str = "s") -> str:
+    """`1 node`, `2 nodes`, `1,024 nodes`, `2-4 nodes`."""
+    shown = count if isinstance(count, str) else f"{count:,}"
+    return f"{shown} {word}{ending * (count != 1)}"
+
+
 def aligned(rows: Sequence[Sequence[str]], sides: str) -> Iterator[str]:
     """The lines of a table with aligned columns, two spaces apart. `sides` has `<` or `>` for each
     column."""

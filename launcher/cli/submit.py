@@ -20,7 +20,7 @@ from launcher import __version__
 from launcher.checkpoint.resume import choose_resume
 from launcher.cli.app import Overrides, flag, option
 from launcher.cli.sweep import Sweep, combinations, labels, take_sweep
-from launcher.console import configure_logging, working
+from launcher.console import configure_logging, plural, working
 from launcher.errors import EXIT_DONE, EXIT_FAILED, EXIT_NO, EXIT_STOPPED, EXIT_USAGE, RecipeError
 from launcher.planner.formatting import as_text
 from launcher.recipe.find import shown_path
@@ -35,7 +35,6 @@ from launcher.slurm.render import (
     missing_resources,
     node_counts,
     nodes_text,
-    plural,
     ranks_per_node,
     render,
 )

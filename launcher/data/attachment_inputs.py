@@ -14,6 +14,7 @@ from torch import nn
 
 from launcher.data.images import RowImages
 from launcher.data.modality import Arrays, Modality
+from launcher.data.packing import Integers
 from launcher.data.videos import RowVideos
 from launcher.models.micro_batch import MicroBatch
 from launcher.models.record import record_of
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from launcher.data.token_store import TokenStore
 
 Sample = dict[str, npt.NDArray[Any]]
-Integers = npt.NDArray[np.int64]
 MODALITIES: tuple[type[Modality], ...] = (RowImages, RowVideos)
 """All kinds of attachments."""
 

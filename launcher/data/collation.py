@@ -15,13 +15,12 @@ from launcher.data.attachment_inputs import TEXT_ALONE, ModelAttachments
 from launcher.data.attachment_inputs import Sample as Sample
 from launcher.errors import RecipeError
 from launcher.models.documents import documents_at
-from launcher.models.micro_batch import IGNORED, Masking, MicroBatch
+from launcher.models.micro_batch import IGNORED, DocumentMasking, MicroBatch
 from launcher.models.row_division import WHOLE_ROWS, RowDivision
 
 if TYPE_CHECKING:
     from launcher.data.token_store import TokenStore
 
-Integers = npt.NDArray[np.integer[Any]]
 Piece = tuple[npt.NDArray[Any], ...]
 """Ids and targets of a run of tokens of one document, and perhaps the weights of the targets."""
 _MOST_TARGETS = 0.9
@@ -45,7 +44,7 @@ class Collated:
     """The sum over the documents of their squared lengths in tokens."""
     tower_operations: int = 0
     """Floating-point operations of the towers of attachments, forward and backward."""
-    documents: Integers | None = None
+    documents: npt.NDArray[np.integer[Any]] | None = None
     """The numbers of the documents of the store whose answers are scored, in their order."""
 
     @property
@@ -105,7 +104,7 @@ class RowInputs:
     """Whether a sample fills a row with several documents, so that rows are `length` tokens wide."""
     joined: bool = False
     """Whether samples share rows, which are padded to the longest one of their micro-batch."""
-    masking: Masking = "mask"
+    document_masking: DocumentMasking = "mask"
     recurrent: bool = False
     """See `ModelTraits`."""
     division: RowDivision = WHOLE_ROWS
@@ -128,7 +127,7 @@ class RowInputs:
     @property
     def kept_apart(self) -> str:
         """How the documents of a row are kept apart, for the log."""
-        how = {"mask": "a mask", "varlen": "variable-length attention"}[self.masking]
+        how = {"mask": "a mask", "varlen": "variable-length attention"}[self.document_masking]
         return how + (", and one by one in recurrent layers" if self.recurrent else "")
 
     def joined_row(self, samples: Sequence[Sample]) -> Sample:
@@ -147,7 +146,10 @@ class RowInputs:
         return row
 
     def of_prompts(
-        self, ids: Integers, store: TokenStore, pieces: Sequence[Sequence[tuple[int, int, int]]]
+        self,
+        ids: npt.NDArray[np.integer[Any]],
+        store: TokenStore,
+        pieces: Sequence[Sequence[tuple[int, int, int]]],
     ) -> Collated:
         """A micro-batch of rows that are answered: `collate`, also where rows are packed or divided.
         ids: (rows, tokens), which begin with the pieces of a store, and have room for answers.
@@ -173,7 +175,7 @@ class RowInputs:
             rows,
             length=length,
             packed=packed,
-            masking=self.masking,
+            document_masking=self.document_masking,
             recurrent=self.recurrent,
             division=self.division,
             width_multiple=self.width_multiple,
@@ -190,7 +192,7 @@ def collate_sequences(
     *,
     length: int,
     packed: bool,
-    masking: Masking,
+    document_masking: DocumentMasking,
     recurrent: bool = False,
     division: RowDivision = WHOLE_ROWS,
     width_multiple: int = 1,
@@ -249,7 +251,7 @@ def collate_sequences(
         arguments["position_ids"] = own(torch.from_numpy(places))
         if recurrent:
             arguments["documents"] = documents_at(places)
-        if masking == "varlen":
+        if document_masking == "varlen":
             bounds = documents.astype(np.int32)
             arguments["cu_seq_lens_q"] = arguments["cu_seq_lens_k"] = torch.from_numpy(bounds)
             arguments["max_length_q"] = arguments["max_length_k"] = _rounded_length(bounds, width)

@@ -183,7 +183,7 @@ class SequenceDataset:
         store, pieces = self.store, list[Piece]()
         for document, start, end in self.pieces(index):
             targets = np.full(end - start, IGNORED, dtype=np.int64)
-            known = store.targets[start + 1 : min(end + 1, int(store.offsets[document + 1]))]
+            known = store.labels_or_ids[start + 1 : min(end + 1, int(store.offsets[document + 1]))]
             targets[: len(known)] = known
             pieces.append((store.ids[start:end], targets))
             if store.weights is not None or self.loss_weight != 1:

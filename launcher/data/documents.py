@@ -20,7 +20,7 @@ class Document:
     ids: Ids = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """Empty: the row has no text, or cannot be used."""
     labels: Ids | None = None
-    """labels[t] is the target at position t - 1; None: the ids."""
+    """Each token as it is predicted at the position before it, or IGNORED; None: the ids."""
     class_number: int | None = None
     """The class, for kind classification."""
     first_length: int | None = None
@@ -41,8 +41,9 @@ class Document:
     """What the coordinates in its text are; None: there are none."""
 
     @property
-    def targets(self) -> Ids:
-        """Each token as a target."""
+    def labels_or_ids(self) -> Ids:
+        """The labels, which are the ids if there are no others. Not shifted: the target at a position,
+        in a sample and a micro-batch, is the label of the token after it."""
         return self.ids if self.labels is None else self.labels
 
 

@@ -91,10 +91,10 @@ _ENCODED_ROWS = 64
 _SETTINGS: dict[str, Callable[[RowKind], bool]] = {
     "ignore_columns": lambda kind: True,
     "system": lambda kind: kind.templated,
-    "loss_on": lambda kind: kind.loss_on == "answers",
+    "loss_on": lambda kind: kind.learned == "answers",
     "chat_template_kwargs": lambda kind: kind.templated,
     "message_weights": lambda kind: kind is KINDS["chat"],
-    "documents": lambda kind: kind.loss_on == "texts",
+    "documents": lambda kind: kind.learned == "texts",
     "pair_template": lambda kind: kind is KINDS["reranking"],
     "loss_weights": lambda kind: kind is KINDS["chat"],
 }
@@ -341,14 +341,14 @@ def make_encoder(
     }
     if rows.answers and tokenizer is not None:
         settings["prompt_format"] = prompt_format(data, tokenizer)
-    if rows.loss_on == "texts":
+    if rows.learned == "texts":
         settings |= {name: text for name, text in text_prompts(data, tokenizer).items() if text}
     named = named_columns(vars(data))
     return Encoder(
         kind=kind,
         tokenizer=None if kind == "tokens" else tokenizer,
         columns={role: column for role, column in named.items() if role in roles_of(kind)},
-        labels=data.labels if rows.loss_on == "class" else None,
+        labels=data.labels if rows.learned == "class" else None,
         template=template,
         template_name=None if template is None else template_name(str(data.chat_template)),
         longest=data.sequence_length if rows.is_cut_by_tokenizer else None,
@@ -458,7 +458,7 @@ def _encode_prompted(encoder: Encoder, batch: list[_Prompted]) -> Iterator[Docum
         first = len(answers[0].ids)
         yield Document(
             np.concatenate([answer.ids for answer in answers]),
-            np.concatenate([answer.targets for answer in answers]),
+            np.concatenate([answer.labels_or_ids for answer in answers]),
             first_length=first,
             margin=row.margin,
             attachments=join_attachments([each.attachments for each in answers], [0, first]),

@@ -174,7 +174,7 @@ def _refuse_overlong(
     text = f"{len(longer):,} of {store.documents:,} rows are longer than a sequence, by up to "
     text += f"{sizes.max() - data.sequence_length:,} tokens; raise data.sequence_length, or set "
     others = "data.overlong: drop"
-    if KINDS[data.kind].loss_on != "whole answers":
+    if KINDS[data.kind].learned != "whole answers":
         others += ", or cut"
     raise RecipeError([*lines, text + others])
 

@@ -211,7 +211,7 @@ def pack(
     )
     if begins is not None:
         pieces = _moved(pieces, packed, begins)
-    if KINDS[kind].loss_on == "class":
+    if KINDS[kind].learned == "class":
         return pieces
     if attachments is not None:
         pieces = _before_cut_attachments(pieces, attachments["first"], attachments["end"])
@@ -257,7 +257,7 @@ def text_lengths(store: TokenStore, unit: str) -> Integers:
     longest text. unit: `Data.batch_unit`."""
     lengths: Integers = np.diff(store.offsets)
     if unit == "queries":
-        ends = np.flatnonzero(np.asarray(store.targets) != IGNORED) + 1
+        ends = np.flatnonzero(np.asarray(store.labels_or_ids) != IGNORED) + 1
         texts = np.diff(ends, prepend=0)
         begins = np.searchsorted(ends, store.offsets[:-1], side="right")
         # A row that cannot be used has no text
@@ -490,7 +490,7 @@ def first_names(names: Iterable[str]) -> str:
 def no_targets(files: str, data: schema.Data) -> str:
     """The message for data without any token with loss."""
     why = "all labels are -100, or rows have a single token"
-    whole = KINDS[data.kind].loss_on == "whole answers"
+    whole = KINDS[data.kind].learned == "whole answers"
     if whole:
         unit = "pair" if data.batch_unit == "pairs" else "row"
         why = f"no {unit} fits into {data.sequence_length} tokens (data.sequence_length)"

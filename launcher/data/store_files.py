@@ -220,7 +220,7 @@ class StoreWriter:
         labelled = store.labels is not None or (self._folder / "labels.bin").exists()
         self._append("ids", store.ids)
         if labelled:
-            self._append("labels", store.targets)
+            self._append("labels", store.labels_or_ids)
         self._append("lengths", np.diff(store.offsets))
         self._append("hashes", document_hashes(store))
         assert store.origins is not None

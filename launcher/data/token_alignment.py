@@ -193,13 +193,13 @@ def spans_of_texts(own: Sequence[bytes], other: Sequence[bytes]) -> tuple[Spans,
 
 
 def trained_parts(
-    ids: Sequence[int], targets: Sequence[int], ignored: int
+    ids: Sequence[int], labels: Sequence[int], ignored: int
 ) -> list[tuple[int, list[int]]]:
-    """The parts with loss of a row: the number of the first token, and the ids. targets: each token as a
-    target; `ignored`: it is none."""
+    """The parts with loss of a row: the number of the first token, and the ids. labels: of
+    the tokens; `ignored`: without loss."""
     found = list[tuple[int, list[int]]]()
     for trained, part in itertools.groupby(
-        range(len(ids)), key=lambda number: targets[number] != ignored
+        range(len(ids)), key=lambda number: labels[number] != ignored
     ):
         if trained:
             numbers = [*part]

@@ -69,7 +69,7 @@ class FileTokens:
 
 
 class FileLabels(FileTokens):
-    """The same ids as targets: IGNORED where the mask of the file says that they have no loss."""
+    """The same ids as labels: IGNORED where the mask of the file says that they have no loss."""
 
     def _range(self, file: TokenFile, start: int, end: int) -> npt.NDArray[Any]:
         ids = super()._range(file, start, end)

@@ -1,7 +1,7 @@
 """Tokenized documents on disk, memory-mapped and shared by all processes that see the cache.
 
 A store is a folder: `ids.bin` (int32, all documents one after another), `offsets.npy` (documents +
-1), `labels.bin` if targets may differ from the ids, `weights.bin` (float32) with
+1), `labels.bin` if labels may differ from the ids, `weights.bin` (float32) with
 data.weights_column, `classes.npy` for classification, `attachments.bin` and `attachment_data.bin` for
 rows with more than text, `hashes.bin` (uint64, a document each), `meta.json`. Of files of token ids
 (`token_files.py`) it has no ids: these files are mapped themselves.
@@ -72,7 +72,7 @@ from launcher.data.tokenizer import prepare_worker_process
 from launcher.distributed.environment import Environment, cache_folder
 from launcher.errors import RecipeError, TrainingError
 from launcher.files import replace_text
-from launcher.models.micro_batch import Masking
+from launcher.models.micro_batch import DocumentMasking
 from launcher.models.row_division import WHOLE_ROWS, RowDivision
 from launcher.recipe import schema
 from launcher.reliability.lock import OwnedError, Ownership, Silence, current_owner
@@ -115,7 +115,7 @@ class ModelTraits:
     """Number of classes of a sequence classifier."""
     padding: int = 0
     """Id of the padding token."""
-    masking: Masking = "mask"
+    document_masking: DocumentMasking = "mask"
     recurrent: bool = False
     """Whether it takes the argument `documents` (`launcher/models/recurrent.py`)."""
     division: RowDivision = WHOLE_ROWS
@@ -138,7 +138,7 @@ class ModelTraits:
             length=length,
             packed=packed,
             joined=joined,
-            masking=self.masking,
+            document_masking=self.document_masking,
             recurrent=self.recurrent,
             division=self.division,
             padding=self.padding,
@@ -154,7 +154,7 @@ class TokenStore:
     ids: _Int32s
     """(tokens,): in files of other tools a `FileTokens`, of which ranges are taken; so are the labels."""
     labels: _Int32s | None
-    """(tokens,): each token as a target; None: the ids."""
+    """(tokens,): see `Document.labels`; None: the ids."""
     offsets: npt.NDArray[np.int64]
     """Start of each document, and the end: (documents + 1,)."""
     classes: _Int32s | None = None
@@ -207,8 +207,8 @@ class TokenStore:
         return len(self.offsets) - 1
 
     @property
-    def targets(self) -> _Int32s:
-        """Each token as a target."""
+    def labels_or_ids(self) -> _Int32s:
+        """(tokens,): see `Document.labels_or_ids`."""
         return self.ids if self.labels is None else self.labels
 
     def attachments_between(self, start: int, end: int) -> Iterator[Attachment]:
@@ -364,7 +364,7 @@ def store_in(
     if _out_of_range(store, model) and build:  # its error ends the ranks that do not build
         number = _first_out_of_range(store, model)
         tokens = slice(*store.offsets[number : number + 2])
-        largest = max(int(store.ids[tokens].max()), int(store.targets[tokens].max()))
+        largest = max(int(store.ids[tokens].max()), int(store.labels_or_ids[tokens].max()))
         class_number = None if store.classes is None else int(store.classes[number])
         _check_range(origin_of(store, number), largest, class_number, model)
     return store
@@ -428,10 +428,10 @@ def _first_out_of_range(store: TokenStore, model: ModelTraits) -> int:
         first = int(np.argmax(np.append(store.classes >= model.classes, True)))
     tokens = 0 if model.vocabulary is None else int(store.offsets[first])
     for begin in range(0, tokens, _COUNTED_TOKENS):
-        ids, targets = (
-            array[begin : begin + _COUNTED_TOKENS] for array in (store.ids, store.targets)
+        ids, labels = (
+            array[begin : begin + _COUNTED_TOKENS] for array in (store.ids, store.labels_or_ids)
         )
-        beyond = np.flatnonzero(np.maximum(ids, targets) >= model.vocabulary)
+        beyond = np.flatnonzero(np.maximum(ids, labels) >= model.vocabulary)
         if beyond.size:
             return int(np.searchsorted(store.offsets, begin + beyond[0], side="right")) - 1
     return first
@@ -502,7 +502,7 @@ def _read_again(
 
 def check_range(encoded: Encoded, model: ModelTraits) -> None:
     """Raises OutOfRangeError if the model has no such token or class."""
-    largest = max(int(ids.max(initial=-1)) for ids in (encoded.ids, encoded.targets))
+    largest = max(int(ids.max(initial=-1)) for ids in (encoded.ids, encoded.labels_or_ids))
     _check_range(encoded.row, largest, encoded.class_number, model)
 
 
@@ -835,7 +835,7 @@ def store_rows(rows: list[Encoded], files: Mapping[str, int] | None = None) -> T
     skipped = [row.skipped for row in rows if row.problem]
     documents = [row for row in rows if row.ids.size]
     labelled = any(row.labels is not None for row in documents)
-    targets = [row.ids if row.labels is None else row.labels for row in documents]
+    labels = [row.labels_or_ids for row in documents]
     weights = [row.weights for row in documents if row.weights is not None]
     offsets = np.cumsum([0, *(row.ids.size for row in documents)], dtype=np.int64)
     origins = None
@@ -846,7 +846,7 @@ def store_rows(rows: list[Encoded], files: Mapping[str, int] | None = None) -> T
     table, data = (None, None) if attachments is None else attachments
     return TokenStore(
         ids=_joined([row.ids for row in documents]),
-        labels=_joined(targets) if labelled else None,
+        labels=_joined(labels) if labelled else None,
         offsets=offsets,
         classes=_column([row.class_number for row in documents], np.int32),
         first_lengths=_column([row.first_length for row in documents], np.int32),
@@ -858,7 +858,7 @@ def store_rows(rows: list[Encoded], files: Mapping[str, int] | None = None) -> T
         attachment_data=None if data is None else np.frombuffer(data, dtype=np.uint8),
         skipped=skipped,
         largest_id=max(
-            (int(ids.max(initial=-1)) for ids in (*(row.ids for row in documents), *targets)),
+            (int(ids.max(initial=-1)) for ids in (*(row.ids for row in documents), *labels)),
             default=-1,
         ),
         empty=len(rows) - len(skipped) - len(documents),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from launcher.console import plural
 from launcher.data.attachments import Source
 from launcher.data.images import ImageSource, RowImages
 from launcher.data.messages import Message
@@ -80,7 +81,7 @@ class VideoSource(Source):
     def name(self) -> str:
         """See `Source`."""
         if pictures := self._pictures:
-            return f"{len(pictures)} frame{'s' * (len(pictures) > 1)} from {pictures[0].name}"
+            return f"{plural(len(pictures), 'frame')} from {pictures[0].name}"
         return super().name
 
     def read(self) -> bytes:

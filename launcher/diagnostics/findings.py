@@ -11,6 +11,7 @@ from typing import Literal, TypedDict
 
 import typer
 
+from launcher.console import plural
 from launcher.distributed.network import node_name
 from launcher.reliability.json_files import Json
 
@@ -139,8 +140,7 @@ def print_rates(report: Report) -> None:
     """The measured rates of the slowest rank."""
     if report.rates is None:
         return
-    nodes = f"{report.nodes} node{'s' * (report.nodes > 1)}"
-    where = f"{nodes} x {report.ranks_per_node} {report.device}"
+    where = f"{plural(report.nodes, 'node')} x {report.ranks_per_node} {report.device}"
     print(f"\nRates of a rank, while all ranks measure ({where}):")
     width = max(len(what) for what, _ in RATES.values())
     for key, (what, unit) in RATES.items():
@@ -157,8 +157,7 @@ def finish(report: Report, file: Path | None) -> None:
     if report.fit:
         typer.secho("\nFit to train.", fg="green", bold=True)
         return
-    count = len(report.bad)
-    bad = f"{count} problem{'s' * (count > 1)}"
+    bad = plural(len(report.bad), "problem")
     typer.echo(typer.style("\nNot fit to train", fg="red", bold=True) + f": {bad}")
     if report.nodes > 1 and report.bad_nodes:
         print(f"nodes to exclude: {','.join(report.bad_nodes)}")

@@ -14,6 +14,7 @@ EXTRAS = {
     "pyarrow": ("pyarrow", "datasets"),
     "datasets": ("datasets", "datasets"),
     "tensorboard": ("tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
     "plotly": ("plotly", "report"),
     "s3fs": ("s3fs", "s3"),
     "gcsfs": ("gcsfs", "gcs"),
@@ -25,7 +26,9 @@ EXTRAS = {
 
 def missing_extra(module: str) -> str | None:
     """What a user must install before `module` can be imported; None: it is installed."""
-    if importlib.util.find_spec(module) is not None:
+    found = importlib.util.find_spec(module)
+    # A folder of this name in the working folder, such as wandb's own, is a package without a file
+    if found is not None and found.origin is not None:
         return None
     package, extra = EXTRAS[module]
     return f"needs {package}, which is not installed: pip install 'launcher[{extra}]'"

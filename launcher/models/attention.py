@@ -45,7 +45,7 @@ from launcher.models.description import (
     text_config,
 )
 from launcher.models.documents import documents_at
-from launcher.models.micro_batch import Masking
+from launcher.models.micro_batch import DocumentMasking
 from launcher.models.predictions import logits
 from launcher.models.recurrent import can_separate_documents
 from launcher.models.tower_inputs import TowerForm
@@ -79,7 +79,7 @@ def isolate_documents(
     device: torch.device,
     compute_dtype: torch.dtype,
     attention: str = "auto",
-) -> Masking:
+) -> DocumentMasking:
     """How this model keeps packed documents apart.
 
     Replaces attention by `varlen_attention` if the model uses `sdpa`, or has sinks and no `sdpa`,
@@ -705,7 +705,7 @@ def check_isolation(
     vocabulary: int,
     device: torch.device,
     dtype: torch.dtype = torch.float32,
-    masking: Masking = "mask",
+    document_masking: DocumentMasking = "mask",
     recurrent: bool = False,
 ) -> None:
     """Raises RecipeError if the logits of a packed document depend on the document before it: some
@@ -722,7 +722,7 @@ def check_isolation(
     inputs: Call = {"position_ids": positions}
     if recurrent:
         inputs["documents"] = documents_at(positions.numpy())
-    if masking == "varlen":
+    if document_masking == "varlen":
         bounds = torch.tensor([0, 8, 16], dtype=torch.int32)
         inputs |= dict(zip(BOUNDS, (bounds, bounds, 8, 8), strict=True))
     inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)

@@ -210,7 +210,7 @@ def change_forward(
     elif packed:
         # Before attention, whose trial passes the bounds of documents to all layers
         record_of(model).documents = separate_documents(model, device)
-        record_of(model).masking = isolate_documents(
+        record_of(model).document_masking = isolate_documents(
             model,
             sequence_length=sequence_length,
             device=device,

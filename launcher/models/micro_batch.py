@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 IGNORED = -100
 """Target of a token without loss."""
-Masking = Literal["mask", "varlen"]
+DocumentMasking = Literal["mask", "varlen"]
 """How attention keeps the documents of a row apart. mask: the model makes a mask from position_ids.
 varlen: attention receives the bounds of the documents."""
 

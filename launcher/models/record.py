@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from launcher.models.documents import DocumentsOfCall
-from launcher.models.micro_batch import Masking
+from launcher.models.micro_batch import DocumentMasking
 
 if TYPE_CHECKING:
     from launcher.models.description import ModelDescription
@@ -41,7 +41,7 @@ class ModelRecord:
     """Whether it has adapters of peft."""
     nf4: bool = False
     """Whether weights of its blocks are in 4 bits."""
-    masking: Masking = "mask"
+    document_masking: DocumentMasking = "mask"
     """How attention keeps the documents of a packed row apart."""
     documents: DocumentsOfCall | None = None
     """What layers share that need to know where documents are: recurrent ones that compute each document

@@ -84,7 +84,7 @@ class Answers(Objective):
         for document, bounds in self.bounds(dataset, index):
             for answer, (first, last) in enumerate(bounds, self.answers * document):
                 targets = np.full(last - first, IGNORED, dtype=np.int64)
-                targets[:-1] = store.targets[first + 1 : last]
+                targets[:-1] = store.labels_or_ids[first + 1 : last]
                 pieces.append((store.ids[first:last], targets))
                 answers.append(np.where(targets == IGNORED, -1, answer))
         of_token = np.concatenate(answers)
@@ -170,7 +170,7 @@ class Pairs(Objective):
         return separate_pairs(
             store.offsets,
             store.first_lengths,
-            store.targets,
+            store.labels_or_ids,
             sequence_length=data.sequence_length,
             documents=documents,
         )

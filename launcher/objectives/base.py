@@ -277,7 +277,7 @@ class Objective(ABC):
         positions of the store, has loss. A token has loss if it is a target of the one before it,
         perhaps in another sequence."""
         store = dataset.store
-        marks: list[bool] = (store.targets[start:end] != IGNORED).tolist()
+        marks: list[bool] = (store.labels_or_ids[start:end] != IGNORED).tolist()
         marks[0] = marks[0] and start not in store.offsets
         return marks
 

@@ -126,7 +126,7 @@ class EmbeddingObjective(Retrieval):
 
     def trained(self, store: TokenStore) -> Mask:
         """Rows without a query are compared by infonce only."""
-        loss, roles = self.settings.loss, np.asarray(store.targets)
+        loss, roles = self.settings.loss, np.asarray(store.labels_or_ids)
         ends, of = roles_in(store)
 
         def has(chosen: Mask) -> Mask:

@@ -99,7 +99,7 @@ class RerankerObjective(Retrieval):
     def trained(self, store: TokenStore) -> Mask:
         """All rows with a document; for the list, with a positive and a negative one or with scores."""
         ends, of = roles_in(store)
-        roles = np.asarray(store.targets)[ends]
+        roles = np.asarray(store.labels_or_ids)[ends]
         count = {
             role: np.bincount(of[roles == role], minlength=store.documents)
             for role in (POSITIVE, NEGATIVE)

@@ -104,7 +104,7 @@ class Retrieval(Objective):
         store = dataset.store
         texts = list[tuple[Any, int, int, float]]()
         for document, start, end in dataset.pieces(index):
-            labels = np.asarray(store.targets[start:end])
+            labels = np.asarray(store.labels_or_ids[start:end])
             ends = np.flatnonzero(labels != IGNORED) + 1
             parts = np.split(np.asarray(store.ids[start:end]), ends[:-1])
             scores = ends * np.nan
@@ -127,7 +127,7 @@ class Retrieval(Objective):
         """The query and its documents."""
         store = dataset.store
         start, end = int(store.offsets[document]), int(store.offsets[document + 1])
-        labels = np.asarray(store.targets[start:end])
+        labels = np.asarray(store.labels_or_ids[start:end])
         names = {QUERY: "query", POSITIVE: "positive", NEGATIVE: "negative"}
         ends = np.flatnonzero(labels != IGNORED)
         return [(names[int(labels[last])], int(last) + 1) for last in ends]
@@ -164,7 +164,7 @@ def sample_of(texts: Iterable[tuple[Any, int, int, float]]) -> Sample:
 
 def roles_in(store: TokenStore) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """The last token of each text of a store, and the number of its document."""
-    ends = np.flatnonzero(np.asarray(store.targets) != IGNORED)
+    ends = np.flatnonzero(np.asarray(store.labels_or_ids) != IGNORED)
     return ends, np.searchsorted(store.offsets, ends, side="right") - 1
 
 

@@ -488,7 +488,7 @@ def checked_teacher(
     if not _check_vocabulary(recipe, name, *sizes, planned=planned):
         return teacher
     theirs, ours = (
-        each.masking + (" and in recurrent layers" if each.recurrent else "")
+        each.document_masking + (" and in recurrent layers" if each.recurrent else "")
         for each in (record_of(teacher.model), record_of(own.model))
     )
     if theirs != ours:

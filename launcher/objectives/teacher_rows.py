@@ -90,8 +90,8 @@ class Alignment:
 def _parts(store: TokenStore, document: int) -> tuple[int, list[tuple[int, list[int]]]]:
     """The first position of a document, and its parts with loss (`trained_parts`)."""
     start, end = store.offsets[document : document + 2].tolist()
-    ids, targets = store.ids[start:end].tolist(), store.targets[start:end].tolist()
-    return start, trained_parts(ids, targets, IGNORED)
+    ids, labels = store.ids[start:end].tolist(), store.labels_or_ids[start:end].tolist()
+    return start, trained_parts(ids, labels, IGNORED)
 
 
 def align(
@@ -201,8 +201,8 @@ class TeacherRows:
 
     def of_targets(self, document: int, first: int, end: int) -> npt.NDArray[Any]:
         """The rows of the targets at these positions of the run's store, all of one document."""
-        targets = self.alignment.store.targets if self.alignment else self.store.targets
-        positions = first + np.flatnonzero(targets[first:end] != IGNORED)
+        labels = self.alignment.store.labels_or_ids if self.alignment else self.store.labels_or_ids
+        positions = first + np.flatnonzero(labels[first:end] != IGNORED)
         if self.alignment is not None:
             return self._aligned(self.alignment, document, positions)
         numbers = self._numbers(first, end)[positions - first]
@@ -228,7 +228,7 @@ class TeacherRows:
         # A piece predicts the tokens behind its first one, and the next one behind its end
         piece = max(0, int(np.searchsorted(self.starts, first)) - 1)
         begin = int(self.starts[piece]) + 1
-        positions = begin + np.flatnonzero(self.store.targets[begin:end] != IGNORED)
+        positions = begin + np.flatnonzero(self.store.labels_or_ids[begin:end] != IGNORED)
         pieces = np.searchsorted(self.starts, positions) - 1
         begins = np.searchsorted(pieces, pieces)  # the first position of the same piece
         numbers = self.first[pieces] + np.arange(len(positions)) - begins

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from launcher.console import aligned, bytes_as_text, two_digits
+from launcher.console import aligned, bytes_as_text, plural, two_digits
 from launcher.data.batching import accumulation_steps
 from launcher.distributed.rank_layout import PARALLEL_SIZES, PIPELINE, layout_sizes
 from launcher.planner.memory import OVER, UNDER, Moment
@@ -115,9 +115,9 @@ def batch_text(recipe: Recipe, ranks: int) -> str:
     batch = recipe.batch
     groups = layout_sizes(recipe.strategy, ranks=ranks).data_parallel_size
     count = micro_batches(batch, groups)
-    size, whole, on = batch.micro_batch_size, batch.global_batch_size, _plural(ranks, "rank")
+    size, whole, on = batch.micro_batch_size, batch.global_batch_size, plural(ranks, "rank")
     if groups < ranks:
-        on = f"{_plural(groups, 'group')} of {ranks // groups} ranks"
+        on = f"{plural(groups, 'group')} of {ranks // groups} ranks"
     unit, length = recipe.data.batch_unit, f"{recipe.data.sequence_length:,} tokens"
     if count is None or not isinstance(size, int):
         tokens = batch.micro_batch_tokens
@@ -127,7 +127,7 @@ def batch_text(recipe: Recipe, ranks: int) -> str:
         length = f"{texts} x {length}"
     return (
         f"{size:,} {unit if size != 1 else singular(unit)} of {length} x "
-        f"{_plural(count, 'micro-batch', 'es')} x {on} = {whole:,} a step"
+        f"{plural(count, 'micro-batch', 'es')} x {on} = {whole:,} a step"
     )
 
 
@@ -155,7 +155,7 @@ def as_text(plan: Json, columns: int | None = None) -> Iterator[str]:
     configurations are in lines of their own. None: no limit.
     """
     machine = plan["machine"]
-    on = f"{_plural(machine['nodes'], 'node')} x {machine['gpus_per_node']} {machine['name']}"
+    on = f"{plural(machine['nodes'], 'node')} x {machine['gpus_per_node']} {machine['name']}"
     if machine["memory"] is not None:
         on += f" of {bytes_as_text(machine['memory'])}"
     if machine["host_memory"] is not None:
@@ -189,10 +189,6 @@ def as_text(plan: Json, columns: int | None = None) -> Iterator[str]:
 def singular(unit: str) -> str:
     """The singular of what a batch counts."""
     return {"queries": "query"}.get(unit, unit.removesuffix("s"))
-
-
-def _plural(count: int, word: str, ending: str = "s") -> str:
-    return f"{count:,} {word}{'' if count == 1 else ending}"
 
 
 def _paragraph(text: str, indent: int, width: int = WIDTH) -> list[str]:

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import torch
 
-from launcher.console import bytes_as_text, two_digits
+from launcher.console import bytes_as_text, plural, two_digits
 from launcher.data.batching import rows_of
 from launcher.distributed.spawn import end_with_parent
 from launcher.models.multi_token import prediction_layers
@@ -305,7 +305,7 @@ def _stages_note(work: Work, plans: Sequence[Plan], machine: Machine) -> str:
     """A note on the memory of the stages of a pipeline."""
     blocks = [len(stage.profile.block_classes) for stage in work.pipeline]
     both = [
-        f"{bytes_as_text(p.needed)} with {n} block{'s' * (n != 1)}"
+        f"{bytes_as_text(p.needed)} with {plural(n, 'block')}"
         for p, n in zip(plans, blocks, strict=True)
     ]
     between = [*zip([plan.needed for plan in plans], both, strict=True)][1:-1]

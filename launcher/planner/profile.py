@@ -490,7 +490,7 @@ def _profile_of_shapes(
         heads=(heads, head_size),
         key_heads=largest_of_layers(config, "num_key_value_heads") or heads,
         recurrent=tuple(map(exchanged_features, units)) if recurrent_layers(model) else (),
-        packed_attention=record_of(prepared.model).masking == "varlen",
+        packed_attention=record_of(prepared.model).document_masking == "varlen",
         experts=experts_of_token(config) or 1,
         saved={},
     )

@@ -434,7 +434,7 @@ def _learning_rate(recipe: Recipe) -> tuple[float, str]:
     """The peak learning rate, and why."""
     adapters = recipe.lora is not None
     what = "adapters" if adapters else "full"
-    whole = KINDS[recipe.data.kind].loss_on == "whole answers" and recipe.data.builder is None
+    whole = KINDS[recipe.data.kind].learned == "whole answers" and recipe.data.builder is None
     scale = (ADAPTER_RATE if adapters else 1.0) * (WHOLE_ANSWERS if whole else 1.0)
     width = _config_value(recipe, "hidden_size")
     smallest, largest = (limit * (WHOLE_ANSWERS if whole else 1.0) for limit in RATES[what])

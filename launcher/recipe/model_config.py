@@ -24,7 +24,7 @@ _SET_WITH_PATH = {
 QUANTIZATION = "quantization_config"
 """The key of config.json that says how weights are quantized."""
 
-Found = Iterator[tuple[tuple[str, ...], str, str]]
+Problems = Iterator[tuple[tuple[str, ...], str, str]]
 """For each wrong key its path, the name of the rule, and what is wrong."""
 
 
@@ -69,7 +69,7 @@ def attends_both_ways(config: Mapping[str, object]) -> bool:
     )
 
 
-def config_problems(config: Mapping[str, object]) -> Found:
+def config_problems(config: Mapping[str, object]) -> Problems:
     """Yields the path of each wrong key of `model.config` and what is wrong with it."""
     if not isinstance(model_type := config.get("model_type"), str):
         what = "must be a model type of transformers, such as llama, qwen3 or gpt2"
@@ -80,7 +80,7 @@ def config_problems(config: Mapping[str, object]) -> Found:
     yield from rotary_problems(config)
 
 
-def change_problems(config: Mapping[str, object], path: tuple[str, ...] = ()) -> Found:
+def change_problems(config: Mapping[str, object], path: tuple[str, ...] = ()) -> Problems:
     """Yields the path of each wrong key of a `model.config` that changes the config of model.path,
     and what is wrong with it."""
     if "model_type" in config:
@@ -100,7 +100,7 @@ def change_problems(config: Mapping[str, object], path: tuple[str, ...] = ()) ->
         yield from rotary_problems(config)
 
 
-def rotary_problems(config: Mapping[str, object]) -> Found:
+def rotary_problems(config: Mapping[str, object]) -> Problems:
     """Yields the path of each base and factor of rotary positions that is not a number in its range,
     and what is wrong with it. transformers would not name the key, or reverse the positions."""
     for key, value in config.items():
@@ -109,7 +109,7 @@ def rotary_problems(config: Mapping[str, object]) -> Found:
     yield from _of_settings({key: config[key] for key in families.ROTARY if key in config})
 
 
-def _of_settings(settings: Mapping[str, object]) -> Found:
+def _of_settings(settings: Mapping[str, object]) -> Problems:
     """`rotary_problems` of settings, which may hold others: those of each kind of layers."""
     scales = settings.get("rope_type", settings.get("type")) in families.STRETCHED_ROTARY
     for key, value in settings.items():
@@ -124,7 +124,7 @@ def _of_settings(settings: Mapping[str, object]) -> Found:
                 yield (key,), "range", f"must be a number {limit}; got {value!r}"
 
 
-def size_problems(config: Mapping[str, object]) -> Found:
+def size_problems(config: Mapping[str, object]) -> Problems:
     """Yields the path of each size and token id that no model can have, and what is wrong with it."""
     start, text = of_text(config)
     size, vocabulary = text.get("vocab_size"), f"{start}vocab_size"
@@ -145,7 +145,7 @@ def size_problems(config: Mapping[str, object]) -> Found:
                 yield (*path, key), "beyond-vocab_size", what
 
 
-def value_problems(config: Mapping[str, object]) -> Found:
+def value_problems(config: Mapping[str, object]) -> Problems:
     """Yields the path of each value that transformers accepts and no model can compute with, and
     what is wrong with it.
 

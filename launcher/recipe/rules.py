@@ -44,7 +44,7 @@ from launcher.sources.layouts import (
 from launcher.sources.location import is_in_store, is_of_system, matching, no_such
 from launcher.sources.store_names import READ_ONLY, WEB, problem_of, refusal, scheme_of
 
-Found = Iterator[tuple[str | KeyPath, str, str]]
+Problems = Iterator[tuple[str | KeyPath, str, str]]
 """For each broken rule a dotted key or a path of keys, the name of the rule, and what to say."""
 
 
@@ -96,7 +96,7 @@ _PIPELINE = "strategy.pipeline_parallel_size"
 _TEMPLATED = _kinds(lambda kind: kind.templated)
 _OF_TOKENS = " ".join(TOKEN_KINDS)
 _NOT_MASKED = "causal_lm sequence_classification reward embedding reranker"
-_RETRIEVAL = _kinds(lambda kind: kind.loss_on == "texts")
+_RETRIEVAL = _kinds(lambda kind: kind.learned == "texts")
 _NOT_RETRIEVAL = "causal_lm sequence_classification reward masked_lm"
 _SAVES = "checkpoint.every_steps checkpoint.every_epochs"
 _EVALUATES = "data.validation data.validation_split"
@@ -161,14 +161,14 @@ NEEDS: tuple[Needs, ...] = (
     Needs("run.epochs evaluation.every_epochs checkpoint.every_epochs", "data.streaming", False),
     Needs("data.shard_size", "data.streaming", True),
     *(Needs(f"data.{key}", "data.kind", _kinds_with(role)) for role, key in KEYS.items()),
-    Needs("data.labels", "data.kind", _kinds(lambda kind: kind.loss_on == "class")),
+    Needs("data.labels", "data.kind", _kinds(lambda kind: kind.learned == "class")),
     Needs("data.token_dtype data.end_token", "data.kind", "tokens"),
     Needs(
         "data.chat_template data.chat_template_kwargs data.date data.system",
         "data.kind",
         _TEMPLATED,
     ),
-    Needs("data.loss_on", "data.kind", _kinds(lambda kind: kind.loss_on == "answers")),
+    Needs("data.loss_on", "data.kind", _kinds(lambda kind: kind.learned == "answers")),
     Needs("data.message_weights data.loss_weights", "data.kind", "chat"),
     Needs("data.message_weights data.loss_weights", "data.loss_on", "assistant last"),
     Needs("data.prompt_format", "data.kind", _kinds(lambda kind: kind.answers)),
@@ -211,7 +211,7 @@ NEEDS: tuple[Needs, ...] = (
     ),
     Needs("distillation.teacher_column", "distillation.teachers", True),
     Needs("distillation.rounds", "distillation.answers", "student endpoint folder"),
-    Needs("distillation.answers", "data.kind", _kinds(lambda kind: kind.loss_on == "answers")),
+    Needs("distillation.answers", "data.kind", _kinds(lambda kind: kind.learned == "answers")),
     Needs("distillation.answers", "data.loss_on", "assistant last"),
     Needs("distillation.answers", "data.weights_column data.message_weights", False),
     Needs("distillation.answers", "run.on_divergence", "stop"),
@@ -405,7 +405,7 @@ def _is_given(recipe: Recipe, key: str) -> bool:
     return str(value).lower() == wanted if wanted else value not in (None, default_of(name))
 
 
-def _needs(recipe: Recipe, key: str, rule: Needs) -> Found:
+def _needs(recipe: Recipe, key: str, rule: Needs) -> Problems:
     if not _is_given(recipe, key):
         return
     others, first = rule.other.split(), key.partition("=")[0].partition("+")[0]
@@ -424,7 +424,7 @@ def _needs(recipe: Recipe, key: str, rule: Needs) -> Found:
         yield first, f"not-with-{given[0]}", what
 
 
-def _one_of(recipe: Recipe, keys: Sequence[str]) -> Found:
+def _one_of(recipe: Recipe, keys: Sequence[str]) -> Problems:
     given = [key for key in keys if value_of(recipe, key) is not None]
     if not given:
         yield keys[0], "missing", f"missing; give {' or '.join(keys)}"
@@ -441,11 +441,12 @@ _EXTRAS = {
     "images": "PIL",
     "videos": "av",
     "logging.tensorboard": "tensorboard",
+    "logging.wandb": "wandb",
 }
 """Keys that need a module of an extra."""
 
 
-def _installed(recipe: Recipe, key: str) -> Found:
+def _installed(recipe: Recipe, key: str) -> Problems:
     if value_of(recipe, key) and (missing := missing_extra(_EXTRAS[key])) is not None:
         yield key, "not-installed", missing
 
@@ -453,7 +454,7 @@ def _installed(recipe: Recipe, key: str) -> Found:
 # Model
 
 
-def _paths_of_models(recipe: Recipe) -> Found:
+def _paths_of_models(recipe: Recipe) -> Problems:
     paths = [("model.path", recipe.model.path)]
     if recipe.distillation is not None:
         teachers = recipe.distillation.paths().items()
@@ -467,14 +468,14 @@ def _paths_of_models(recipe: Recipe) -> Found:
                 yield key, "no-such-path", no_such_name("folder with a config.json", path)
 
 
-def _adapter_targets(recipe: Recipe) -> Found:
+def _adapter_targets(recipe: Recipe) -> Problems:
     lora = recipe.lora
     if lora is not None and lora.target_modules == () and not lora.target_parameters:
         what = "must name a layer, unless lora.target_parameters names experts"
         yield "lora.target_modules", "empty", what
 
 
-def _attention(recipe: Recipe) -> Found:
+def _attention(recipe: Recipe) -> Problems:
     attention, precision = recipe.model.attention, recipe.strategy.mixed_precision
     if "flash_attention" in attention and (precision is None or precision.param_dtype == "float32"):
         what = "use sdpa, or strategy.mixed_precision with bfloat16"
@@ -482,7 +483,7 @@ def _attention(recipe: Recipe) -> Found:
         yield "model.attention", "needs-16-bits", what
 
 
-def _config(recipe: Recipe) -> Found:
+def _config(recipe: Recipe) -> Problems:
     model = recipe.model
     find = config_problems if model.path is None else change_problems
     for path, name, message in () if model.config is None else find(model.config):
@@ -492,7 +493,7 @@ def _config(recipe: Recipe) -> Found:
         yield "model.config.is_decoder", "not-with-model.task", what
 
 
-def _sizes(recipe: Recipe) -> Found:
+def _sizes(recipe: Recipe) -> Problems:
     config = recipe.model.config or {}
     if recipe.model.path is not None:  # sizes are those of its weights, and refused elsewhere
         return
@@ -517,7 +518,7 @@ def _sizes(recipe: Recipe) -> Found:
             yield key, "too-small-for-bytes", what
 
 
-def _new_tokens(recipe: Recipe) -> Found:
+def _new_tokens(recipe: Recipe) -> Problems:
     tokens, key = recipe.model.new_tokens or (), "model.new_tokens"
     if tokens and recipe.model.path is None and recipe.data.tokenizer is None:
         what = "needs a tokenizer: give data.tokenizer or model.path"
@@ -551,7 +552,7 @@ def kinds_of(recipe: Recipe) -> set[str]:
     return {kind for _, _, kind in _sections(recipe)}
 
 
-def _label_smoothing(recipe: Recipe) -> Found:
+def _label_smoothing(recipe: Recipe) -> Problems:
     objective = recipe.objective
     if objective is None or objective.own:
         return
@@ -569,7 +570,7 @@ def _label_smoothing(recipe: Recipe) -> Found:
         yield (*where, name), "unknown", f"no argument of {objective.loss}, which has amount"
 
 
-def _streaming(recipe: Recipe) -> Found:
+def _streaming(recipe: Recipe) -> Problems:
     data, preference = recipe.data, recipe.preference
     if not data.streaming:
         return
@@ -590,7 +591,7 @@ def _streaming(recipe: Recipe) -> Found:
             yield name, "pass-not-with-data.streaming", what
 
 
-def _teachers(recipe: Recipe) -> Found:
+def _teachers(recipe: Recipe) -> Problems:
     settings, train = recipe.distillation, recipe.data.train
     if settings is None:
         return
@@ -619,7 +620,7 @@ def _teachers(recipe: Recipe) -> Found:
             yield f"distillation.teachers.{name}", "no-source", what
 
 
-def _rounds(recipe: Recipe) -> Found:
+def _rounds(recipe: Recipe) -> Problems:
     settings, data = recipe.distillation, recipe.data
     if settings is None or settings.answers == "data":
         return
@@ -640,7 +641,7 @@ def _rounds(recipe: Recipe) -> Found:
             yield "distillation.endpoint", "secret", what
 
 
-def _mixture(recipe: Recipe) -> Found:
+def _mixture(recipe: Recipe) -> Problems:
     train = recipe.data.train
     if not isinstance(train, dict):
         for key in ("mixture_unit", "mixture_stages"):
@@ -687,7 +688,7 @@ def _mixture(recipe: Recipe) -> Found:
             yield f"{key}.weights", "no-source", "one of them must be above 0"
 
 
-def _kinds_of_rows(recipe: Recipe) -> Found:
+def _kinds_of_rows(recipe: Recipe) -> Problems:
     model, data = recipe.model, recipe.data
     if data.builder is not None:
         return
@@ -705,7 +706,7 @@ def _kinds_of_rows(recipe: Recipe) -> Found:
             yield (*path, "kind"), "mixed-losses", what
 
 
-def _labels(recipe: Recipe) -> Found:
+def _labels(recipe: Recipe) -> Problems:
     labels, classes = recipe.data.labels, recipe.model.num_labels
     if recipe.data.builder is not None:
         return
@@ -717,7 +718,7 @@ def _labels(recipe: Recipe) -> Found:
         yield "data.labels", "two-classes", what
 
 
-def _columns(recipe: Recipe) -> Found:
+def _columns(recipe: Recipe) -> Problems:
     """The names of columns of section `data` and of sources: of roles that rows of the kind have, and
     each role and each column once. An answer would be trained on itself."""
     for path, section, kind in _sections(recipe):
@@ -757,19 +758,18 @@ def _columns(recipe: Recipe) -> Found:
             keys.setdefault(column, where)
 
 
-def _overlong(recipe: Recipe) -> Found:
+def _overlong(recipe: Recipe) -> Problems:
     for path, section, kind in _sections(recipe):
-        loss_on = KINDS[kind].loss_on
-        if loss_on == "whole answers" and section.overlong == "cut":
+        if KINDS[kind].learned == "whole answers" and section.overlong == "cut":
             what = f"not for kind {kind}, whose answers must be whole; use drop"
             yield (*path, "overlong"), "not-for-kind", what
         if KINDS[kind].is_cut_by_tokenizer and section.overlong in ("drop", "error"):
             yield (*path, "overlong"), "not-for-kind", f"not for kind {kind}, whose texts are cut"
 
 
-def _packed_lengths(recipe: Recipe) -> Found:
+def _packed_lengths(recipe: Recipe) -> Problems:
     tokens, data = recipe.batch.micro_batch_tokens, recipe.data
-    packed = data.packing and KINDS[data.kind].loss_on != "class"
+    packed = data.packing and KINDS[data.kind].learned != "class"
     if tokens is not None and data.batch_unit == "queries" and not data.packing:
         what = "needs data.packing=true for kind retrieval, whose rows are texts of several queries"
         yield "batch.micro_batch_tokens", "needs-data.packing", what
@@ -782,7 +782,7 @@ def _packed_lengths(recipe: Recipe) -> Found:
             yield key, "needs-data.packing", what
 
 
-def _micro_batch_tokens(recipe: Recipe) -> Found:
+def _micro_batch_tokens(recipe: Recipe) -> Problems:
     tokens, data = recipe.batch.micro_batch_tokens, recipe.data
     if tokens is not None and tokens < data.row_length:
         what = f"a sequence of {data.sequence_length} tokens (data.sequence_length)"
@@ -804,14 +804,14 @@ _TEMPLATE_VALUES = (
 )
 
 
-def _template_values(recipe: Recipe) -> Found:
+def _template_values(recipe: Recipe) -> Problems:
     for name in recipe.data.chat_template_kwargs or {}:
         if name in _TEMPLATE_VALUES or name.endswith("_token"):
             what = "is set by the launcher; give only values of the template's own"
             yield ("data", "chat_template_kwargs", name), "set-by-launcher", what
 
 
-def _pair_template(recipe: Recipe) -> Found:
+def _pair_template(recipe: Recipe) -> Problems:
     template = recipe.data.pair_template
     if template is None or template in PAIR_TEMPLATES:
         return
@@ -821,13 +821,13 @@ def _pair_template(recipe: Recipe) -> Found:
         yield "data.pair_template", "lacks-a-part", what
 
 
-def _part_weights(recipe: Recipe) -> Found:
+def _part_weights(recipe: Recipe) -> Problems:
     weights = recipe.data.loss_weights or {}
     if not any(weights.get(part, 1.0) for part in get_args(MessagePart)):
         yield "data.loss_weights", "all-zero", "one weight must be above 0, or no token has loss"
 
 
-def _empty_template(recipe: Recipe) -> Found:
+def _empty_template(recipe: Recipe) -> Problems:
     template = recipe.data.chat_template
     if template is not None and os.path.isfile(template) and not os.path.getsize(template):
         yield "data.chat_template", "empty-file", f"the file {template} is empty"
@@ -836,14 +836,14 @@ def _empty_template(recipe: Recipe) -> Found:
 # Optimizer, evaluation, checkpoints, Slurm
 
 
-def _groups_of_parameters(recipe: Recipe) -> Found:
+def _groups_of_parameters(recipe: Recipe) -> Problems:
     for index, group in enumerate(recipe.optimizer.groups or ()):
         if group.learning_rate_ratio == 1 and group.weight_decay is None:
             what = "changes nothing; give learning_rate_ratio or weight_decay"
             yield ("optimizer", "groups", index), "no-change", what
 
 
-def _one_tower(recipe: Recipe) -> Found:
+def _one_tower(recipe: Recipe) -> Problems:
     images, videos = recipe.images, recipe.videos
     for key in ("train", "learning_rate_ratio") if images and videos else ():
         first, second = getattr(images, key), getattr(videos, key)
@@ -852,13 +852,13 @@ def _one_tower(recipe: Recipe) -> Found:
             yield f"videos.{key}", "one-tower", f"{what}; give both the same value"
 
 
-def _metrics(recipe: Recipe) -> Found:
+def _metrics(recipe: Recipe) -> Problems:
     generate, keep_best = recipe.evaluation.generate, recipe.checkpoint.keep_best
     known = ["eval_loss", *(f"eval_{name}" for name in objective_of(recipe).scores)]
     if recipe.model.mtp is not None:
         known.append("eval_mtp_accuracy_1")
     if generate is not None:
-        if KINDS[recipe.data.kind].loss_on != "answers":
+        if KINDS[recipe.data.kind].learned != "answers":
             mixed = isinstance(recipe.data.train, dict)
             why = ", which is the kind of data.validation, too" if mixed else ""
             what = f"needs data.kind=chat or instruct{why}"
@@ -874,7 +874,7 @@ def _metrics(recipe: Recipe) -> Found:
         yield "checkpoint.keep_best", "no-such-metric", what
 
 
-def _whole_export(recipe: Recipe) -> Found:
+def _whole_export(recipe: Recipe) -> Problems:
     model, checkpoint = recipe.model, recipe.checkpoint
     changed = model.path is not None and model.config
     if recipe.lora and changed and checkpoint.export and not checkpoint.export_merged:
@@ -891,7 +891,7 @@ def _whole_export(recipe: Recipe) -> Found:
         yield "checkpoint.export_merged", "needed-with-lora.init", f"{what}not those of the model"
 
 
-def _nodes(recipe: Recipe) -> Found:
+def _nodes(recipe: Recipe) -> Problems:
     nodes = "1" if recipe.slurm is None else str(recipe.slurm.nodes)
     first, _, last = nodes.partition("-")
     if last and int(last) < int(first):
@@ -909,7 +909,7 @@ def _has_checkpoints(recipe: Recipe) -> bool:
     return any(Path(recipe.run.dir, "checkpoints").glob("step_*"))
 
 
-def _resume(recipe: Recipe) -> Found:
+def _resume(recipe: Recipe) -> Problems:
     resume = recipe.checkpoint.resume
     # A run with checkpoints of its own resumes from these: the named one may be gone by then
     if resume in ("auto", "never") or os.path.isdir(resume) or _has_checkpoints(recipe):
@@ -921,7 +921,7 @@ def _resume(recipe: Recipe) -> Found:
 # Ranks
 
 
-def _batches(recipe: Recipe, ranks: int | None) -> Found:
+def _batches(recipe: Recipe, ranks: int | None) -> Problems:
     size, micro = recipe.batch.global_batch_size, recipe.batch.micro_batch_size
     if micro is None:  # batches are formed by tokens: of any number of sequences
         return
@@ -952,7 +952,7 @@ def _batches(recipe: Recipe, ranks: int | None) -> Found:
         yield "batch.global_batch_size", "not-a-multiple", what
 
 
-def _groups(recipe: Recipe, ranks: int | None) -> Found:
+def _groups(recipe: Recipe, ranks: int | None) -> Problems:
     if ranks is None:
         return
     sizes = sizes_of(recipe.strategy)
@@ -962,7 +962,7 @@ def _groups(recipe: Recipe, ranks: int | None) -> Found:
         yield f"strategy.{key}", "does-not-divide-ranks", what
 
 
-def _context(recipe: Recipe, ranks: int | None) -> Found:
+def _context(recipe: Recipe, ranks: int | None) -> Problems:
     size, length = recipe.strategy.context_parallel_size, recipe.data.sequence_length
     ring = recipe.strategy.context_parallel_ring
     if ring is not None and ring > 1 == size:
@@ -978,7 +978,7 @@ def _context(recipe: Recipe, ranks: int | None) -> Found:
         yield "data.sequence_length", "not-a-multiple", f"{length} {what}"
 
 
-def _profile(recipe: Recipe, ranks: int | None) -> Found:
+def _profile(recipe: Recipe, ranks: int | None) -> Problems:
     profile, max_steps = recipe.profile, recipe.run.max_steps
     if profile is None:
         return
@@ -995,7 +995,7 @@ def _profile(recipe: Recipe, ranks: int | None) -> Found:
 # Files of the data, which a plan does not need
 
 
-def _tokenizer(recipe: Recipe) -> Found:
+def _tokenizer(recipe: Recipe) -> Problems:
     name, template = recipe.data.tokenizer, recipe.data.chat_template
     if template is not None and (problem := template_problem(template)) is not None:
         yield "data.chat_template", "no-such-path", problem
@@ -1010,7 +1010,7 @@ def _tokenizer(recipe: Recipe) -> Found:
         yield "data.tokenizer", "no-such-path", f"{no_such_name('folder', name)}; {what}"
 
 
-def _data_files(recipe: Recipe) -> Found:
+def _data_files(recipe: Recipe) -> Problems:
     if recipe.data.train is None and recipe.data.builder is None:
         yield "data.train", "missing", "missing; give data.train or data.builder"
     for key, name in _other_names(recipe):
@@ -1027,7 +1027,7 @@ def _data_files(recipe: Recipe) -> Found:
             yield where, "no-such-path", no_such_name("file or folder", pattern)
 
 
-def _stores(recipe: Recipe) -> Found:
+def _stores(recipe: Recipe) -> Problems:
     for where, pattern in _patterns(recipe):
         if is_in_store(pattern) and (problem := problem_of(pattern)) is not None:
             yield where, "store", problem
@@ -1039,7 +1039,7 @@ def _stores(recipe: Recipe) -> Found:
         yield from _copy_to(recipe.checkpoint.copy_to, recipe)
 
 
-def _copy_to(copy: str, recipe: Recipe) -> Found:
+def _copy_to(copy: str, recipe: Recipe) -> Problems:
     """What is wrong with a folder for copies, beside its name."""
     if not is_in_store(copy):
         own, folder = (os.path.realpath(path) for path in (recipe.run.dir, copy))
@@ -1084,7 +1084,7 @@ def _patterns(recipe: Recipe) -> Iterator[tuple[KeyPath, str]]:
             yield (*key.split("."), index), pattern
 
 
-def _pipeline_schedule(recipe: Recipe) -> Found:
+def _pipeline_schedule(recipe: Recipe) -> Problems:
     strategy = recipe.strategy
     if strategy.pipeline_schedule != "1f1b" and strategy.pipeline_parallel_size == 1:
         yield "strategy.pipeline_schedule", f"needs-{_PIPELINE}", f"needs {_PIPELINE} above 1"

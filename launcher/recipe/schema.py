@@ -436,9 +436,9 @@ class Data(Section):
     def batch_unit(self) -> Literal["pairs", "answers", "queries", "sequences"]:
         """What a batch counts."""
         kind = KINDS[self.kind]
-        if kind.loss_on == "texts":
+        if kind.learned == "texts":
             return "queries"
-        if kind.loss_on != "whole answers":
+        if kind.learned != "whole answers":
             return "sequences"
         return "pairs" if len(kind.answers) == 2 else "answers"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import __version__
-from launcher.console import bytes_as_text
+from launcher.console import bytes_as_text, plural
 from launcher.errors import RecipeError
 from launcher.recipe.schema import Slurm
 
@@ -46,11 +46,6 @@ def node_counts(slurm: Slurm) -> range:
     """Numbers of nodes that may train."""
     first, _, last = str(slurm.train_nodes or slurm.nodes).partition("-")
     return range(int(first), int(last or first) + 1)
-
-
-def plural(count: int | str, what: str, ending: str = "s") -> str:
-    """`1 node`, `2 nodes`, `2-4 nodes`."""
-    return f"{count} {what}{ending * (count != 1)}"
 
 
 def nodes_text(slurm: Slurm) -> str:

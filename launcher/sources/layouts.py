@@ -36,9 +36,9 @@ DataKind = Literal[
 class RowKind:
     """What the rows of a kind are, for all code that treats kinds differently."""
 
-    loss_on: Literal["tokens", "answers", "whole answers", "class", "texts"]
-    """What carries loss: all tokens of the row; the tokens of its answers; its answers as wholes,
-    which are not cut; the class of the row; or how near its texts are to one another."""
+    learned: Literal["tokens", "answers", "whole answers", "class", "texts"]
+    """What a row teaches: all its tokens; the tokens of its answers, of which data.loss_on may choose
+    some; its answers as wholes, which are not cut; its class; or how near its texts are to one another."""
     conversation: bool = False
     """Whether a row is a conversation, which a chat template renders."""
     answers: tuple[str, ...] = ()
@@ -54,13 +54,13 @@ class RowKind:
     def is_cut(self) -> bool:
         """Whether a row that is longer than a sequence loses its end, unless data.overlong drops
         it. Other rows continue in another sequence, or are dropped."""
-        return self.loss_on in ("answers", "class")
+        return self.learned in ("answers", "class")
 
     @property
     def is_cut_by_tokenizer(self) -> bool:
         """Whether the tokenizer cuts texts to data.sequence_length, which keeps the special tokens
         that close a text."""
-        return self.loss_on in ("class", "texts")
+        return self.learned in ("class", "texts")
 
 
 KINDS: dict[str, RowKind] = {
@@ -82,7 +82,7 @@ def kinds_where(holds: Callable[[RowKind], object]) -> tuple[str, ...]:
     return tuple(name for name, kind in KINDS.items() if holds(kind))
 
 
-TOKEN_KINDS = kinds_where(lambda kind: kind.loss_on in ("tokens", "answers"))
+TOKEN_KINDS = kinds_where(lambda kind: kind.learned in ("tokens", "answers"))
 """Kinds whose loss is a sum over tokens. They mix with each other."""
 
 
@@ -726,7 +726,7 @@ def lost_meaning(
         elif kind == "text" and name in ("role", "from") and str(value).lower() in _SPEAKERS:
             what = "says who speaks, so a row is one message of a conversation: make each "
             what += "conversation a row with the column messages"
-        elif KINDS[kind].loss_on == "answers" and name in _SCORES and _is_number(value):
+        elif KINDS[kind].learned == "answers" and name in _SCORES and _is_number(value):
             what = "says how good an answer is, and all would be learned alike: keep the good ones"
         if what is None and kind != "text" and name in _WEIGHTS and _is_weight(value):
             what = "holds a weight"

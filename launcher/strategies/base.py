@@ -47,7 +47,7 @@ class NormGroup:
     gradient."""
 
 
-class Schedule(ABC):
+class MicroBatchSchedule(ABC):
     """Runs the micro-batches of a step in another order than one after another."""
 
     @abstractmethod
@@ -83,7 +83,7 @@ class WrappedModel(ABC):
         """The groups over which gradients are divided, the innermost first."""
         self.counted_elsewhere: frozenset[nn.Parameter] = frozenset()
         """Parameters whose gradients another rank of the last of these groups has, too."""
-        self.schedule: Schedule | None = None
+        self.micro_batch_schedule: MicroBatchSchedule | None = None
         """None: micro-batches run one after another."""
         self._device_type = ranks.device.type
         self._parameters = [p for p in module.parameters() if p.requires_grad]
@@ -93,9 +93,9 @@ class WrappedModel(ABC):
         """Describes precision and sharding of the wrapped model."""
 
     def summary(self) -> str:
-        """The schedule, if there is one, and the description."""
-        text = self.description()
-        return text if self.schedule is None else f"{self.schedule.description()}; {text}"
+        """The order of the micro-batches, if it is another one, and the description."""
+        parts = [self.micro_batch_schedule, self]
+        return "; ".join(part.description() for part in parts if part is not None)
 
     def forward_context(self) -> AbstractContextManager[object]:
         """Context that sets the precision of forward passes."""
@@ -122,8 +122,8 @@ class WrappedModel(ABC):
         """Runs the micro-batches of a step forwards and backwards. The gradients are those of their
         summed losses times `factor`. Returns the sum of what `loss` returns, detached; None if
         `stop_reached`, which is called before each micro-batch, returns true."""
-        if self.schedule is not None:
-            return self.schedule.accumulate(
+        if self.micro_batch_schedule is not None:
+            return self.micro_batch_schedule.accumulate(
                 self, micro_batches, loss, factor, heartbeat=heartbeat, stop_reached=stop_reached
             )
         total = torch.zeros_like(factor)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.distributed.rank_layout import STAGES
-from launcher.strategies.base import NormGroup, Schedule, WrappedModel, local_gradient
+from launcher.strategies.base import MicroBatchSchedule, NormGroup, WrappedModel, local_gradient
 
 _T = TypeVar("_T")
 
@@ -193,7 +193,7 @@ class _Exchange:
         self._begun[each] = tensor, work
 
 
-class Pipeline(Schedule):
+class Pipeline(MicroBatchSchedule):
     """The passes of the stages of a rank, of a model that another strategy shards over the ranks with the
     same blocks."""
 
@@ -202,8 +202,8 @@ class Pipeline(Schedule):
         self.staged, self._name = staged, schedule
 
     def attach(self, wrapped: WrappedModel) -> None:
-        """Makes this the schedule of a wrapped model, whose norm then includes all stages."""
-        wrapped.schedule = self
+        """Makes this the order of the micro-batches of a wrapped model, whose norm then includes all stages."""
+        wrapped.micro_batch_schedule = self
         wrapped.norm_groups.append(NormGroup(self.staged.links.group, of_stages=True))
         if 0 not in self.staged.own:
             wrapped.counted_elsewhere = frozenset(self.staged.tied_weights)

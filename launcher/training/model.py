@@ -233,7 +233,7 @@ class PreparedModel:
             model=ModelTraits(
                 vocabulary=self.description.vocabulary,
                 classes=describe(self.model).classes,
-                masking=record_of(self.model).masking,
+                document_masking=record_of(self.model).document_masking,
                 recurrent=record_of(self.model).recurrent,
                 division=division,
                 attachments=self.planned,
@@ -255,9 +255,13 @@ class PreparedModel:
             "dtype": self.compute_dtype,
         }
         checks = list[Callable[[nn.Module], None]]()
-        masking, recurrent = record_of(self.model).masking, record_of(self.model).recurrent
-        if self.packed and (masking == "mask" or recurrent):
-            isolation = functools.partial(check_isolation, masking=masking, recurrent=recurrent)
+        record = record_of(self.model)
+        if self.packed and (record.document_masking == "mask" or record.recurrent):
+            isolation = functools.partial(
+                check_isolation,
+                document_masking=record.document_masking,
+                recurrent=record.recurrent,
+            )
             checks.append(whole_rows()(functools.partial(isolation, **options)))
         if getattr(self.model.config, "is_causal", True) is False and has_no_head(self.model):
             checks.append(functools.partial(check_both_ways, **options))

@@ -309,7 +309,7 @@ def _traits(
         vocabulary=prepared.description.vocabulary,
         classes=describe(model).classes if prepared.objective.trains_classes else None,
         padding=padding_id(model),
-        masking=record.masking,
+        document_masking=record.document_masking,
         recurrent=record.recurrent,
         division=rows,
         width_multiple=width_multiple(ranks.device),

@@ -149,7 +149,7 @@ def main(folder, *chosen):
             model.load_state_dict({name.removeprefix("module."): weights[name] for name in weights})
             results[family] = plain_loop(model, plain.data.training)
         results[case] = train(training) | {
-            "masking": training.data.training.inputs.masking,
+            "document_masking": training.data.training.inputs.document_masking,
             "description": training.wrapped.description(),
         }
     end_worker(folder, results)

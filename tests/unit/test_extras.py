@@ -43,6 +43,14 @@ def test_installed_packages_are_not_missing():
     assert [missing_extra(module) for module in installed] == [None] * len(installed)
 
 
+def test_a_folder_in_the_working_folder_is_no_package(tmp_path, monkeypatch):
+    """wandb writes a folder of its name wherever another program starts it."""
+    (tmp_path / "not_a_package").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(EXTRAS, "not_a_package", ("some-package", "some"))
+    assert missing_extra("not_a_package").endswith("pip install 'launcher[some]'")
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "extra"),
     [
@@ -53,6 +61,7 @@ def test_installed_packages_are_not_missing():
             "images",
         ),
         (["logging.tensorboard=true"], "logging.tensorboard", "tensorboard"),
+        (["logging.wandb={project: a}"], "logging.wandb", "wandb"),
     ],
 )
 def test_a_key_names_its_extra(overrides, key, extra, nothing_installed):

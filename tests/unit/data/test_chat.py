@@ -1082,7 +1082,7 @@ def test_weights_of_messages_are_those_of_their_tokens(tmp_path, folder, marked)
             (second, {"yes<|end|>": 1}),
         ):
             factor = factors[found is second]
-            learned = found.targets != IGNORED
+            learned = found.labels_or_ids != IGNORED
             weights = found.weights[learned]
             texts = dict.fromkeys(dict.fromkeys(weights.tolist()), "")
             for weight in texts:
@@ -1261,7 +1261,7 @@ def test_which_turns_carry_loss(tmp_path, folder):
         found = encode_file(
             tmp_path, rows, kind, folder, loss_on=loss_on, prompt_format="text", **more
         )
-        kept = [[t for t in one.targets if t != IGNORED] for one in found]
+        kept = [[t for t in one.labels_or_ids if t != IGNORED] for one in found]
         return [one.problem or tokenizer.decode(t) for one, t in zip(found, kept, strict=True)]
 
     no_loss = "no assistant turn carries loss, so nothing to learn from"

@@ -69,7 +69,7 @@ def shown(tmp_path, row, tokenizer, **more):
     kind, one = encoded(tmp_path, row, tokenizer, **more)
     assert not one.problem, one.problem
     decoder, text, before = hugging_face_byte_tokenizer(), "", False
-    for token, label in zip(one.ids.tolist(), one.targets.tolist(), strict=True):
+    for token, label in zip(one.ids.tolist(), one.labels_or_ids.tolist(), strict=True):
         learned = label != IGNORED
         text += {(False, True): "[", (True, False): "]"}.get((before, learned), "")
         text, before = text + decoder.decode([token]), learned
@@ -350,7 +350,7 @@ def test_an_export_that_was_trained_as_text_is_trained_as_text_again(tmp_path, t
     _, first = encoded(tmp_path, row, tokenizers["base"])
     _, again = encoded(tmp_path, row, str(tmp_path / "export"))
     assert again.ids.tolist() == first.ids.tolist()
-    assert again.targets.tolist() == first.targets.tolist()
+    assert again.labels_or_ids.tolist() == first.labels_or_ids.tolist()
 
 
 def test_reasoning_in_a_column(tmp_path, tokenizers):

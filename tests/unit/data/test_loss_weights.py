@@ -168,7 +168,7 @@ def test_parts_multiply_the_weights_of_messages_and_rows(tmp_path, folder):  # n
         weights_column="worth",
         loss_weights={"reasoning": 0.25},
     )
-    learned, tokenizer = found.targets != IGNORED, bpe_tokenizer()
+    learned, tokenizer = found.labels_or_ids != IGNORED, bpe_tokenizer()
     texts = {
         weight: tokenizer.decode(found.ids[learned & (found.weights == weight)])
         for weight in {*found.weights[learned].tolist()}

@@ -58,7 +58,7 @@ def test_every_kind_of_row_is_padded_to_a_multiple(longest, width):
         for number, one in enumerate(rows)
     ]
     found = [
-        collate_sequences(rows, packed=False, masking="mask", **options),
+        collate_sequences(rows, packed=False, document_masking="mask", **options),
         collate_masked(rows, RowInputs(**options)),
         collate_classified(classified, RowInputs(**options)),
     ]
@@ -66,9 +66,11 @@ def test_every_kind_of_row_is_padded_to_a_multiple(longest, width):
         assert collated.micro_batch.inputs["input_ids"].shape == (3, width)
         assert collated.tokens == longest + 2
     division = RowDivision(4, rank=2)
-    shared = collate_sequences(rows, packed=False, masking="mask", division=division, **options)
+    shared = collate_sequences(
+        rows, packed=False, document_masking="mask", division=division, **options
+    )
     assert shared.micro_batch.inputs["input_ids"].shape == (3, width // 4)
-    packed = collate_sequences(rows, packed=True, masking="mask", **options)
+    packed = collate_sequences(rows, packed=True, document_masking="mask", **options)
     assert packed.micro_batch.inputs["input_ids"].shape == (3, LENGTH)
 
 
@@ -84,7 +86,7 @@ def width_of(collated):
 def test_wider_rows_have_the_same_loss():
     model = preference.prepared(0.0)
     rows = [row(11), row(5), row(1)]
-    options = {"length": LENGTH, "packed": False, "masking": "mask"}
+    options = {"length": LENGTH, "packed": False, "document_masking": "mask"}
     narrow = collate_sequences(rows, **options)
     wider = collate_sequences(rows, **options, width_multiple=32)
     assert (width_of(narrow), width_of(wider)) == (11, 32)

@@ -73,7 +73,7 @@ def test_logits_are_those_of_eager_attention(model_type, packing):
         return
     positions = torch.cat([torch.arange(10), torch.arange(6)])[None]
     inputs = {"position_ids": positions}
-    if record_of(prepared.model).masking == "varlen":
+    if record_of(prepared.model).document_masking == "varlen":
         bounds = torch.tensor([0, 10, 16], dtype=torch.int32)
         inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         inputs |= {"max_length_q": 10, "max_length_k": 10}
@@ -112,7 +112,7 @@ def test_a_plan_for_an_old_gpu_has_no_flash_attention(gpu):
             cuda_attention(fake, fake, fake, is_causal=True)
     finally:
         planned_gpu.reset(token)
-    assert record_of(prepared.model).masking == ("varlen" if flash else "mask")
+    assert record_of(prepared.model).document_masking == ("varlen" if flash else "mask")
     (kernel,) = (str(name) for name in counted.get_flop_counts()["Global"])
     assert ("flash" in kernel) is flash
 

@@ -110,7 +110,7 @@ def sample(*documents):
 
 
 def packed_rows(*rows, length):
-    options = {"length": length, "packed": True, "masking": "varlen"}
+    options = {"length": length, "packed": True, "document_masking": "varlen"}
     return collate_sequences([sample(*row) for row in rows], **options).micro_batch.inputs
 
 

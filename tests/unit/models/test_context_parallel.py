@@ -220,7 +220,7 @@ def test_parts_of_rows_join_to_the_rows(packed):
         return np.arange(tokens), np.append(np.arange(1, tokens), IGNORED)
 
     rows = [make_sample([piece(7), piece(5)][: 1 + packed]), make_sample([piece(3)])]
-    options = {"length": 16, "packed": packed, "masking": "varlen"}
+    options = {"length": 16, "packed": packed, "document_masking": "varlen"}
     whole = collate_sequences(rows, **options)
     parts = [
         collate_sequences(rows, **options, division=RowDivision(4, rank=index))

@@ -307,7 +307,7 @@ def test_loss_of_models_matches_full_logits(config, adapters, few):
         targets[: 9 * few] = IGNORED
         row = {"input_ids": ids, "targets": targets, "position_ids": torch.arange(16)}
         rows.append({name: tensor.numpy() for name, tensor in row.items()})
-    batch = collate_sequences(rows, length=16, packed=False, masking="mask").micro_batch
+    batch = collate_sequences(rows, length=16, packed=False, document_masking="mask").micro_batch
     assert (batch.positions is not None) is few
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     logits = model(input_ids=batch.inputs["input_ids"], use_cache=False).logits

@@ -123,7 +123,7 @@ def micro_batch(found, rows):
         [make_sample(row) for row in rows],
         length=24,
         packed=found.packed,
-        masking=record.masking,
+        document_masking=record.document_masking,
         recurrent=record.recurrent,
         depths=record.multi_token.depths if record.multi_token else 0,
     ).micro_batch

@@ -56,7 +56,7 @@ def packed(ids, prepared):
     inputs: dict[str, Any] = {"input_ids": ids, "position_ids": torch.stack(positions)}
     if record_of(prepared.model).recurrent:
         inputs["documents"] = documents_at(inputs["position_ids"].numpy())
-    if record_of(prepared.model).masking == "varlen":
+    if record_of(prepared.model).document_masking == "varlen":
         bounds = torch.tensor([0, 5, 14, 16, 32], dtype=torch.int32)
         inputs |= {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
         inputs |= {"max_length_q": 16, "max_length_k": 16}
@@ -88,7 +88,9 @@ def test_losses_and_gradients_of_text_are_those_of_transformers(tmp_path, kind, 
     prepared.weights.init_fn(own, CPU, CPU)
     assert type(own) is type(model)
     assert computes_loss(prepared.model)
-    assert record_of(prepared.model).masking == ("varlen" if attention == "auto" else "mask")
+    assert record_of(prepared.model).document_masking == (
+        "varlen" if attention == "auto" else "mask"
+    )
     found = cross_entropies(own, packed(ids, prepared), "sum").value
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
     found.backward()
@@ -224,4 +226,4 @@ def test_a_selftest_shrinks_the_text_model(tmp_path, kind):
         prepared = prepare_model(recipe_of(small), device=CPU)
         assert len(prepared.description.blocks) == 2
         assert prepared.model.config.text_config.hidden_size == 64
-        assert record_of(prepared.model).masking == "varlen"
+        assert record_of(prepared.model).document_masking == "varlen"

@@ -86,7 +86,7 @@ def prepared(*overrides):
 
 def test_the_record_has_what_a_recipe_asks_for():
     plain = record_of(prepared("model.chunked_loss=false"))
-    assert plain == ModelRecord(masking=plain.masking)
+    assert plain == ModelRecord(document_masking=plain.document_masking)
     # FSDP needs torch 2.12 for NF4
     nf4 = ("lora={}", "lora.quantize=nf4", "model.compile=false", "strategy.kind=ddp")
     record = record_of(prepared(*nf4))

@@ -95,7 +95,7 @@ def compare(model_type, *, attention=None, checkpointing=False):
             losses(logits[-1][:, :-1], ids[:, 1:]).backward()
     if checkpointing:
         checkpoint(packed)
-    made = micro_batch(rows, masking=masking, recurrent=True)
+    made = micro_batch(rows, document_masking=masking, recurrent=True)
     found = packed(**made.inputs, use_cache=False).logits
     losses(found, made.targets).backward()
     parts = [
@@ -151,7 +151,7 @@ def test_calls_in_flight_have_documents_of_their_own(mode):
     """As in a pipeline: a stage computes more micro-batches before it goes back through the first."""
     one, other = build("nemotron_h").train(), build("nemotron_h").train()
     made = [
-        micro_batch(documents(sizes), masking=packable(model) and "varlen", recurrent=True)
+        micro_batch(documents(sizes), document_masking=packable(model) and "varlen", recurrent=True)
         for model, sizes in ((one, ROWS), (other, [[20, 20], [50, 2, 2], [1, 80]]))
     ]
     for each in made:  # one call after the other, without recomputation
@@ -175,7 +175,7 @@ def test_compiled_blocks_that_are_computed_again(model_type, mode):
     torch._dynamo.reset()
     plain, compiled = build(model_type).train(), build(model_type).train()
     made = [
-        micro_batch(documents(sizes), masking=packable(model) and "varlen", recurrent=True)
+        micro_batch(documents(sizes), document_masking=packable(model) and "varlen", recurrent=True)
         for model, sizes in ((plain, ROWS), (compiled, [[20, 20], [50, 2, 2], [1, 80]]))
     ]
     for block in checkpoint(compiled, mode).values():
@@ -196,7 +196,7 @@ def test_without_separation_documents_mix():
     """What the tests above would measure without the change."""
     model = build("qwen3_5_text")
     (row,) = documents([[7, 40]])
-    tensors = micro_batch([row], masking="mask").inputs
+    tensors = micro_batch([row], document_masking="mask").inputs
     with torch.no_grad():
         packed = model(**tensors, use_cache=False).logits[0, 7:47]
         alone = model(input_ids=torch.from_numpy(row[1])[None], use_cache=False).logits[0]
@@ -208,18 +208,18 @@ def test_a_check_at_the_start_finds_layers_that_mix_documents():
     options = {"name": "Model", "vocabulary": 96, "device": CPU, "recurrent": True}
     model = build("qwen3_5_text")
     masking = packable(model)
-    check_isolation(model, masking=masking, **options)
+    check_isolation(model, document_masking=masking, **options)
     for layer in recurrent_layers(model).values():
         del layer.forward
     with pytest.raises(RecipeError, match="a packed document sees the one before it"):
-        check_isolation(model, masking=masking, **options)
+        check_isolation(model, document_masking=masking, **options)
 
 
 def test_a_copy_of_the_model_computes_with_its_own_layers():
     """A plan and a trial of attention copy models."""
     model = build("lfm2")
     packable(model)
-    tensors = micro_batch(documents(), masking="varlen", recurrent=True).inputs
+    tensors = micro_batch(documents(), document_masking="varlen", recurrent=True).inputs
     copied = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -235,7 +235,7 @@ def test_rows_of_one_document_are_computed_as_they_are(monkeypatch):
     ids = torch.arange(3, 23).view(2, 10)
     with torch.no_grad():
         expected = build("lfm2")(input_ids=ids, use_cache=False).logits
-        tensors = micro_batch(documents(), masking="varlen", recurrent=True).inputs
+        tensors = micro_batch(documents(), document_masking="varlen", recurrent=True).inputs
         model(**tensors, use_cache=False)
         found = model(input_ids=ids, use_cache=False).logits
     assert torch.allclose(found, expected, atol=1e-6)
@@ -270,7 +270,7 @@ def test_compiled_blocks_compute_recurrent_layers_as_they_are():
     for block in describe(compiled).blocks.values():
         block.compile(backend="aot_eager")
     for sizes in (ROWS, [[20, 20], [50, 2, 2], [1, 80]]):
-        tensors = micro_batch(documents(sizes), masking="varlen", recurrent=True).inputs
+        tensors = micro_batch(documents(sizes), document_masking="varlen", recurrent=True).inputs
         found, expected = (model(**tensors, use_cache=False).logits for model in (compiled, eager))
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
         found.sum().backward()
@@ -290,7 +290,7 @@ def test_the_answers_of_a_pair_are_computed_by_themselves(packing):
     ]
     store = store_of(pairs)
     sequences = separate_pairs(
-        store.offsets, store.first_lengths, store.targets, sequence_length=45
+        store.offsets, store.first_lengths, store.labels_or_ids, sequence_length=45
     )
     model, single = build("nemotron_h"), build("nemotron_h")
     rows = dataset_of(
@@ -299,7 +299,7 @@ def test_the_answers_of_a_pair_are_computed_by_themselves(packing):
         90,
         joined=packing,
         objective=Preference(),
-        masking=packable(model),
+        document_masking=packable(model),
         recurrent=True,
     )
     made = rows.collate(rows_of(rows))

@@ -137,7 +137,7 @@ def test_parts_of_rows_join_to_the_rows(heads, ring, packed):
         return np.arange(tokens) + 1, np.append(np.arange(1, tokens), IGNORED), weights
 
     rows = [make_sample([piece(17), piece(5)][: 1 + packed]), make_sample([piece(3)])]
-    options = {"length": 24, "packed": packed, "masking": "varlen", "recurrent": True}
+    options = {"length": 24, "packed": packed, "document_masking": "varlen", "recurrent": True}
     options["depths"] = 4
     size = heads * ring
     parts = [

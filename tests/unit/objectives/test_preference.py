@@ -110,7 +110,7 @@ def store_of(pairs):
 def dataset_of(pairs, *, packing=True, length=LENGTH):
     store = store_of(pairs)
     sequences = separate_pairs(
-        store.offsets, store.first_lengths, store.targets, sequence_length=length
+        store.offsets, store.first_lengths, store.labels_or_ids, sequence_length=length
     )
     objective = preference.Preference()
     return datasets.dataset_of(store, sequences, 2 * length, joined=packing, objective=objective)

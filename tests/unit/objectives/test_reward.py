@@ -51,7 +51,7 @@ def make_model(masked=False):
 def rewards_of(store, sequences, masking, *, packing=True):
     objective = Reward(padding=PADDING)
     return datasets.dataset_of(
-        store, sequences, 2 * LENGTH, joined=packing, masking=masking, objective=objective
+        store, sequences, 2 * LENGTH, joined=packing, document_masking=masking, objective=objective
     )
 
 

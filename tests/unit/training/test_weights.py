@@ -75,7 +75,7 @@ def test_weights_stay_with_their_targets(tmp_path, monkeypatch):
         assert pairs_of(collated.micro_batch) == PAIRS
         assert (collated.loss_tokens, collated.loss_weight) == (8, 13.875)
         assert collated.micro_batch.weights.dtype == torch.float32
-        options = {"length": length, "packed": packing, "masking": "varlen"}
+        options = {"length": length, "packed": packing, "document_masking": "varlen"}
         parts = [
             collate_sequences(rows, **options, division=RowDivision(2, rank=at)) for at in range(2)
         ]
