@@ -14,7 +14,6 @@ EXTRAS = {
     "pyarrow": ("pyarrow", "datasets"),
     "datasets": ("datasets", "datasets"),
     "tensorboard": ("tensorboard", "tensorboard"),
-    "wandb": ("wandb", "wandb"),
     "plotly": ("plotly", "report"),
     "s3fs": ("s3fs", "s3"),
     "gcsfs": ("gcsfs", "gcs"),

@@ -441,7 +441,6 @@ _EXTRAS = {
     "images": "PIL",
     "videos": "av",
     "logging.tensorboard": "tensorboard",
-    "logging.wandb": "wandb",
 }
 """Keys that need a module of an extra."""
 

@@ -61,7 +61,6 @@ def test_a_folder_in_the_working_folder_is_no_package(tmp_path, monkeypatch):
             "images",
         ),
         (["logging.tensorboard=true"], "logging.tensorboard", "tensorboard"),
-        (["logging.wandb={project: a}"], "logging.wandb", "wandb"),
     ],
 )
 def test_a_key_names_its_extra(overrides, key, extra, nothing_installed):
