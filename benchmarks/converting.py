@@ -5,7 +5,7 @@
 
 Prints the share of keys that have an equal, are not needed or are lost, the share of files that are
 converted without loss, and what is lost most often. Each recipe is checked as `launcher show` checks
-it, but for models and files of data that are not on this machine. docs/migrating.md has the figures.
+it, but for models and files of data that are not on this machine. docs/engineering/converting.md has the figures.
 """
 
 from __future__ import annotations

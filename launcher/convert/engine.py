@@ -1,4 +1,4 @@
-"""Applies the rows of a tool's data file (`tools/*.yaml`) to a config. docs/migrating.md has the fields."""
+"""Applies the rows of a tool's data file (`tools/*.yaml`) to a config. docs/engineering/converting.md has the fields."""
 
 from __future__ import annotations
 

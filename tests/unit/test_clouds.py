@@ -48,7 +48,7 @@ def run(entry, path, **options):
 
 def test_each_file_is_tested_and_shown():
     assert sorted(FILES) == sorted(file.name for file in FOLDER.iterdir())
-    page = FOLDER.with_name("clusters.md").read_text()
+    page = FOLDER.with_name("clouds.md").read_text()
     assert [file for file in FILES if f"(clouds/{file})" not in page] == []
 
 

@@ -270,8 +270,7 @@ def fake_planner(monkeypatch, folder):
 def test_json_is_one_object_with_integer_bytes(fake_planner, capsys):
     assert main.main(["plan", "recipe=x.yaml", "gpus=8", "gpu=h100", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    document = (REPOSITORY / "docs/memory.md").read_text()
-    lines = document.partition("## The JSON object of a plan")[2].splitlines()
+    lines = (REPOSITORY / "docs/reference/plan.md").read_text().splitlines()
     documented = set(re.findall(r"[a-z_]+", " ".join(line[:26] for line in lines)))
     assert set(shown) <= documented
     assert shown["needed"] == fake_planner.plan.needed
