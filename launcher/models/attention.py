@@ -708,16 +708,16 @@ def check_isolation(
     document_masking: DocumentMasking = "mask",
     recurrent: bool = False,
 ) -> None:
-    """Raises RecipeError if the logits of a packed document depend on the document before it: some
-    models take position_ids and still attend across documents.
+    """Raises RecipeError if the logits of a packed document are not those of the document at the
+    beginning of a row: some models take position_ids and still attend across documents, and some
+    embed the positions of the row.
 
     Every rank must call this. name is that of the model's class. dtype is that of the computation;
     differences within its rounding error are accepted, since kernels may add in another order.
     recurrent: whether `separate_documents` has changed the model.
     """
     generator = torch.Generator().manual_seed(0)
-    first, other, second = torch.randint(vocabulary, (3, 1, 8), generator=generator)
-    pairs = [torch.cat([before, second], dim=1).to(device) for before in (first, other)]
+    first, other, second = torch.randint(vocabulary, (3, 1, 8), generator=generator).to(device)
     positions = torch.arange(8).repeat(2).unsqueeze(0)
     inputs: Call = {"position_ids": positions}
     if recurrent:
@@ -726,15 +726,23 @@ def check_isolation(
         bounds = torch.tensor([0, 8, 16], dtype=torch.int32)
         inputs |= dict(zip(BOUNDS, (bounds, bounds, 8, 8), strict=True))
     inputs = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), inputs)
-    training = model.training
+
+    def of_row(*documents: torch.Tensor) -> torch.Tensor:
+        return logits(model, {"input_ids": torch.cat(documents, dim=1), **inputs}).detach().float()
+
+    def differ(one: torch.Tensor, two: torch.Tensor) -> float:
+        # Logits of a head that begins with zeros are all 0
+        largest = one.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
+        return float((one - two).abs().max() / largest)
+
+    limit = max(1e-4, 4 * torch.finfo(dtype).eps)
+    training, seen = model.training, 0.0
     model.eval()
     try:
-        after_first, after_other = (
-            logits(model, {"input_ids": pair, **inputs})[:, 8:].float() for pair in pairs
-        )
-        # Logits of a head that begins with zeros are all 0
-        largest = after_first.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
-        difference = float((after_first - after_other).abs().max() / largest)
+        alone, after_first = of_row(second, first)[:, :8], of_row(first, second)[:, 8:]
+        difference = differ(alone, after_first)
+        if not difference < limit:
+            seen = differ(after_first, of_row(other, second)[:, 8:])
     except TypeError as error:
         if "position_ids" not in str(error):
             raise RecipeError(
@@ -750,8 +758,13 @@ def check_isolation(
             f"model: the logits of {name} are not finite before the first step: are its weights "
             "damaged?"
         )
-    if not difference < max(1e-4, 4 * torch.finfo(dtype).eps):
+    if not seen < limit:
         raise RecipeError(
             f"data.packing: in {name} a packed document sees the one before it (its logits change "
-            f"by {difference:.1e}); use data.packing=false, or another model.attention"
+            f"by {seen:.1e}); use data.packing=false, or another model.attention"
+        )
+    if not difference < limit:
+        raise RecipeError(
+            f"data.packing: {name} embeds the positions of a row, not those of its documents (logits "
+            f"change by {difference:.1e}); use data.packing=false"
         )
