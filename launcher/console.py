@@ -97,13 +97,28 @@ def hide_irrelevant_warnings() -> None:
         logging.getLogger(library).addFilter(_is_relevant)
 
 
+_held_console: int | None = None
+"""The file descriptor of the console while `held_errors` holds back standard error."""
+
+
+def say(text: str) -> None:
+    """Prints a line to standard error. `held_errors` does not hold it back."""
+    with contextlib.suppress(OSError):  # the reader of the console may be gone
+        if _held_console is None:
+            print(text, file=sys.stderr, flush=True)
+        else:
+            os.write(_held_console, f"{text}\n".encode(errors="backslashreplace"))
+
+
 @contextmanager
 def held_errors() -> Iterator[list[str]]:
     """Holds back what this process writes to standard error, such as warnings of libraries when they
     are imported. Yields a list that has it at the end, for the log. After an exception it is printed."""
+    global _held_console
     held: list[str] = []
     sys.stderr.flush()
     console, file = os.dup(2), os.memfd_create("stderr")
+    _held_console = console
     os.dup2(file, 2)
     try:
         yield held
@@ -112,6 +127,7 @@ def held_errors() -> Iterator[list[str]]:
         with contextlib.suppress(OSError):
             sys.stderr.flush()
         os.dup2(console, 2)
+        _held_console = None
         os.lseek(file, 0, os.SEEK_SET)
         with os.fdopen(file, encoding="utf-8", errors="replace") as stream:
             held.append(stream.read())

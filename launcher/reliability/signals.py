@@ -6,13 +6,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from launcher.console import say
 from launcher.distributed.environment import Environment
 from launcher.distributed.processes import next_signal, process_start
 from launcher.distributed.spawn import end_process, end_with_parent
@@ -192,7 +192,7 @@ class StartGuard:
 
 def report_stop_at_start(run: RunFolder | None, source: str) -> None:
     """Reports that nothing was trained. `run` is None if this process has not taken a folder."""
-    _print(f"stopped by {source} before the first step: there is nothing to save")
+    say(f"stopped by {source} before the first step: there is nothing to save")
     if run is not None:
         with contextlib.suppress(OSError, TrainingError):
             step = run.last_step()
@@ -206,7 +206,7 @@ def report_kill(run: RunFolder, name: str, *, owned: bool) -> int:
     status. `owned`: a rank of this start has taken the folder."""
     state, step = run.outcome().get("state"), run.last_step()
     if state in ("finished", "stopped"):
-        _print(f"{name} again: the run is {state} already")
+        say(f"{name} again: the run is {state} already")
         return EXIT_DONE if state == "finished" else EXIT_STOPPED
     text = "the ranks are killed before the first step"
     if state is not None:
@@ -214,14 +214,9 @@ def report_kill(run: RunFolder, name: str, *, owned: bool) -> int:
         saved = run.saved_step()
         if step and saved >= step:  # such as while it is copied
             text = f"the ranks are killed; the checkpoint of step {saved} is saved"
-    _print(f"{name} again: {text}")
+    say(f"{name} again: {text}")
     if owned and state != "failed":
         with contextlib.suppress(OSError, TrainingError):
             run.write_status("failed", step=step, reason="killed", error=f"{name} twice: {text}")
             run.note("failed", step=step, reason="killed")
     return EXIT_FAILED
-
-
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError):  # the reader of the console may be gone
-        print(text, file=sys.stderr, flush=True)

@@ -7,6 +7,9 @@ SAMPLES=FOLDER       Each rank appends the step and a digest of its input ids to
 SLOW_SAVE=SECONDS    Adds a delay before and after each file of a checkpoint is written.
 KILL=RANK,CALL       This forward pass of this rank kills it (SIGKILL).
 SLOW_STEP=SECONDS    Adds a delay to each step.
+HOLD=STEP,FILE       After this step each rank waits until FILE exists.
+COPY_EACH=1          Training waits until a checkpoint is copied. Otherwise a newer one replaces it
+                     where steps are faster than copies.
 SLOW_FORWARD=CALL,SECONDS,FILE
                      From this forward pass on, each rank creates FILE, and each pass has a delay.
 FULL_DISK=STEP,STEP  Saves of these steps fail on rank 1: the disk is full.
@@ -133,6 +136,37 @@ def slow_steps(seconds):
         original(self, done)
 
     reporting.Reporter.step = step
+
+
+def hold(at, file):
+    from launcher.run import reporting
+
+    original = reporting.Reporter.step
+
+    def step(self, done):
+        original(self, done)
+        while done.number == at and not Path(file).exists():
+            time.sleep(0.05)
+
+    reporting.Reporter.step = step
+
+
+def copy_each():
+    from launcher.checkpoint.copier import Copier
+
+    copy, log, copied = Copier.copy, Copier._log, set()
+
+    def copy_and_wait(self, step, best=()):
+        copy(self, step, best)
+        while step not in copied and self.trouble is None:
+            time.sleep(0.02)
+            self.report()
+
+    def log_and_note(self, answer):
+        log(self, answer)
+        copied.add(answer.get("copied"))
+
+    Copier.copy, Copier._log = copy_and_wait, log_and_note
 
 
 def inject_nan_loss(at):
@@ -293,6 +327,11 @@ def start():
             save_slowly(float(os.environ["SLOW_SAVE"]))
         if "SLOW_STEP" in os.environ:
             slow_steps(float(os.environ["SLOW_STEP"]))
+        if "HOLD" in os.environ:
+            at, _, file = os.environ["HOLD"].partition(",")
+            hold(int(at), file)
+        if "COPY_EACH" in os.environ:
+            copy_each()
         if "SLOW_FORWARD" in os.environ:
             first, seconds, file = os.environ["SLOW_FORWARD"].split(",")
             delay_forward(int(first), float(seconds), file)

@@ -314,9 +314,13 @@ LAUNCHES = {
     "tiles": [(DEEP, v) for v in _variants("tiles") if "compiled" not in v],
     "compiled, 1": [
         (DEEP, "tiles, compiled"),
-        *((ONE_KEY_HEAD, v) for v in _variants("compiled, tensor") if "classes" not in v),
+        (ONE_KEY_HEAD, "compiled, tensor 4, checkpointing"),
+        *((ONE_KEY_HEAD, f"compiled, tensor 2{more}") for more in ("", ", selective", ", lora")),
     ],
-    "compiled, 2": [("qwen3_moe", v) for v in _variants("compiled, experts")],
+    "compiled, 2": [
+        ("qwen3_moe", "compiled, experts 4, checkpointing"),
+        *(("qwen3_moe", f"compiled, experts 2{more}") for more in ("", ", selective", ", lora")),
+    ],
     "compiled, 3": [
         ("llama, bytes", "compiled, tensor 2, classes"),
         ("gemma3", "compiled, tensor 2"),
@@ -324,6 +328,9 @@ LAUNCHES = {
         ("gpt_oss", "compiled, experts 2"),
         (TIED, "compiled, pipeline 2, tensor 2"),
     ],
+    # Each takes three times the CPU time of one without context parallelism: a launch has a time limit
+    "compiled, 4": [(ONE_KEY_HEAD, "compiled, tensor 2, context 2")],
+    "compiled, 5": [("qwen3_moe", "compiled, experts 2, context 2")],
 }
 """Pairs of a model and a variant that one launch compares with one rank."""
 

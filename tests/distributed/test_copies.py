@@ -80,22 +80,35 @@ def undisturbed(tmp_path_factory, server):
     return losses(folder / "run")
 
 
-SLOW = {"SLOW_STEP": "0.5"}
+EACH = {"COPY_EACH": "1"}
+PATIENT = "run.hang_timeout=100000"
 
 
-def kill_once_copied(server, number=signal.SIGKILL):
-    """Signals torchrun once a checkpoint is copied."""
+def held(folder):
+    """Variables by which training waits after step 7, when checkpoints are copied, for a file."""
+    return {"HOLD": f"7,{folder / 'go_on'}"}
+
+
+def train_around(action, folder, server, **options):
+    """Trains. When a checkpoint is copied, training waits for the end of `action()`, however long it
+    takes."""
 
     def during(process):
         assert wait_until(lambda: copied(server), process=process)
-        process.send_signal(number)
+        action()
+        (folder / "go_on").touch()
 
-    return during
+    return train(folder, server, PATIENT, during=during, variables=held(folder), **options)
 
 
 def test_a_killed_run_continues_on_another_machine(folder, server, undisturbed):
     """The disk is gone, and the number of ranks is another one."""
-    killed = train(folder, server, during=kill_once_copied(server), variables=SLOW)
+
+    def kill(process):
+        assert wait_until(lambda: copied(server), process=process)
+        process.kill()
+
+    killed = train(folder, server, PATIENT, during=kill, variables=held(folder))
     assert killed.status != 0
     last = copied(server)[-1]
     assert last < 12
@@ -172,7 +185,7 @@ def test_an_incomplete_copy_is_not_used(folder, server, undisturbed):
         process.kill()
 
     server.fault = fault
-    assert train(folder, server, during=during, variables=SLOW).status != 0
+    assert train(folder, server, during=during, variables=EACH).status != 0
     server.fault = None
     assert copied(server) == [3]
     shutil.rmtree(folder / "run")
@@ -198,7 +211,7 @@ def test_a_damaged_checkpoint_is_fetched_from_its_copy(folder, server, undisturb
 
 def test_a_damaged_copy_is_passed_over(folder, server, undisturbed):
     """Nothing but the older of two copies is whole."""
-    train(folder, server, "run.max_steps=6", "checkpoint.export=null", variables=SLOW).check()
+    train(folder, server, "run.max_steps=6", "checkpoint.export=null", variables=EACH).check()
     assert copied(server) == [3, 6]
     shutil.rmtree(folder / "run")
     name = "runs/copied/checkpoints/step_00000006/rank_00001.safetensors"
@@ -241,7 +254,7 @@ def test_a_run_whose_copies_fail_says_so_and_is_copied_by_another_start(
         return None
 
     server.fault = expired
-    failed = train(folder, server, variables=SLOW)
+    failed = train(folder, server, variables=EACH)
     server.fault = None
     assert failed.status == 1
     assert "could not be copied" in failed.output
@@ -257,18 +270,10 @@ def test_a_run_whose_copies_fail_says_so_and_is_copied_by_another_start(
 def test_an_earlier_start_elsewhere_is_ended(folder, server):
     """A machine that was believed lost still trains, with a disk of its own."""
 
-    def during(process):
-        assert wait_until(lambda: copied(server), process=process)
+    def start_elsewhere():
         train(folder, server, "run.dir=other", ranks=1).check()
 
-    first = train(
-        folder,
-        server,
-        "run.max_steps=200",
-        "evaluation.every_steps=null",
-        during=during,
-        variables={"SLOW_STEP": "1"},
-    )
+    first = train_around(start_elsewhere, folder, server)
     assert first.status != 0
     assert "another start of this run" in first.output
     assert status(folder / "run")["reason"] == "superseded"
@@ -276,51 +281,47 @@ def test_an_earlier_start_elsewhere_is_ended(folder, server):
 
 
 def test_a_refused_start_elsewhere_ends_no_run(folder, server):
-    def during(process):
-        assert wait_until(lambda: copied(server), process=process)
+    def start_elsewhere():
         other = train(folder, server, "run.dir=other", "run.seed=9", ranks=1)
         assert other.status != 0
         assert "run.seed: 3 -> 9" in other.output
 
-    train(folder, server, during=during, variables={"SLOW_STEP": "1"}).check()
+    train_around(start_elsewhere, folder, server).check()
 
 
 def test_a_restart_takes_no_copy_from_a_newer_start(folder, server):
     """Both could be restarted three times."""
 
-    def during(process):
-        assert wait_until(lambda: copied(server), process=process)
+    def start_elsewhere():
         train(folder, server, "run.dir=other", ranks=1, restarts=2).check()
 
-    first = train(
-        folder, server, "run.max_steps=200", restarts=2, during=during, variables={"SLOW_STEP": "1"}
-    )
+    first = train_around(start_elsewhere, folder, server, restarts=2)
     assert first.status != 0
     assert status(folder / "other")["state"] == "finished"
 
 
 @pytest.mark.parametrize("when", ["step", "last save"])
 def test_a_copying_process_that_dies_is_replaced(folder, server, undisturbed, when):
-    slow = {"SLOW_STEP": "2"} if when == "step" else {"SLOW_SAVE": "3"}
-
     def kill():
         for file in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
                 words = file.read_bytes()
-                own = str(folder / "recipe.yaml").encode() in (file.parent / "environ").read_bytes()
+                own = str(folder).encode() in (file.parent / "environ").read_bytes()
                 if b"launcher.checkpoint.copier" in words and own:
                     os.kill(int(file.parent.name), signal.SIGKILL)
-                    return True
-        return False
+                    return
+        raise AssertionError("no process copies")
 
-    def during(process):
+    def kill_in_last_save(process):
         last = "step_00000012.writing"
-        seen = (lambda: copied(server)) if when == "step" else (lambda: saving(folder, last))
-        assert wait_until(seen, process=process)
-        assert kill()
+        assert wait_until(lambda: saving(folder, last), process=process)
+        kill()
 
-    variables = slow | {"OWN": str(folder / "recipe.yaml")}
-    done = train(folder, server, during=during, variables=variables).check()
+    if when == "step":
+        done = train_around(kill, folder, server).check()
+    else:
+        slow = {"SLOW_SAVE": "3", "OWN": str(folder)}
+        done = train(folder, server, during=kill_in_last_save, variables=slow).check()
     assert "the process that copies checkpoints ended with status -9" in done.output
     assert losses(folder / "run") == undisturbed
     assert copied(server)[-1] == 12
@@ -346,7 +347,7 @@ def test_slow_copies_are_signs_of_life(folder, server):
 
 
 def test_a_return_to_an_older_checkpoint_removes_newer_copies(folder, server):
-    train(folder, server, "checkpoint.keep_last=5", variables=SLOW).check()
+    train(folder, server, "checkpoint.keep_last=5", variables=EACH).check()
     assert copied(server) == [3, 6, 9, 12]
     back = f"checkpoint.resume={folder}/run/checkpoints/step_00000006"
     train(folder, server, back, "run.max_steps=7", "checkpoint.keep_last=5").check()
@@ -358,7 +359,7 @@ def test_the_best_checkpoint_is_fetched_for_the_export(folder, server):
     best = ["checkpoint.keep_best=eval_loss", "checkpoint.keep_last=1", "checkpoint.export=best"]
     write_lines(folder / "other.jsonl", [{"text": "QXZJ" * 20}] * 4)
     diverging = ["data.validation=other.jsonl", "optimizer.learning_rate=0.1"]
-    train(folder, server, *best, *diverging, "run.max_steps=9", variables=SLOW).check()
+    train(folder, server, *best, *diverging, "run.max_steps=9", variables=EACH).check()
     evaluated = read_lines(folder / "run" / "metrics.jsonl")
     values = {line["step"]: line["eval_loss"] for line in evaluated if "eval_loss" in line}
     step = min(values, key=values.get)

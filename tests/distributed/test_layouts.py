@@ -12,7 +12,7 @@ from tests.distributed.layouts import BOUNDS, FAULTS, LAUNCHES, STEPS, reference
 
 
 def launch(folder, name):
-    return results_of("layout_worker.py", folder, name, ranks=4, timeout=90)
+    return results_of("layout_worker.py", folder, name, ranks=4, timeout=150)
 
 
 def deviation(measured, expected):

@@ -416,14 +416,17 @@ def test_run_from_path_resumes_its_own_newest_checkpoint(folder, undisturbed):
         f"checkpoint.resume={source}",
         "checkpoint.every_steps=2",
     ]
-    saved = lambda: (run_dir / "events.jsonl").exists() and len(events(run_dir, "saved")) >= 2  # noqa: E731
-    kill = call_when(saved, lambda process: os.kill(workers(process.pid)[-1], signal.SIGKILL))
-    torchrun(
-        "--max-restarts", "1", *words, "run.max_steps=14", ranks=1, during=kill, SLOW_STEP="0.1"
-    ).check()
+    saved, go_on = run_dir / "checkpoints/step_00000012/commit.json", folder / "go_on"
+
+    def kill(process):
+        os.kill(workers(process.pid)[-1], signal.SIGKILL)
+        go_on.touch()  # the second start is not held
+
+    options = {"during": call_when(saved.exists, kill), "HOLD": f"13,{go_on}"}
+    torchrun("--max-restarts", "1", *words, "run.max_steps=14", ranks=1, **options).check()
     first, second = [event["step"] for event in events(run_dir, "resumed")]
     assert first == 8
-    assert second >= 12, "resumed from the path instead of its own checkpoint"
+    assert second == 12, "resumed from the path instead of its own checkpoint"
     assert [line["step"] for line in records(run_dir)] == list(range(9, 15))
 
     run(

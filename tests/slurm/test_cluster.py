@@ -472,9 +472,6 @@ def test_run_saves_before_each_time_limit(long_jobs, whole_cluster):
     assert log.count("warned by Slurm, saved") == long_jobs.starts(name) - 1
     assert "s, more than the lead that Slurm has: it starts in" in log
     assert set(long_jobs.events(name, "stopped", "reason")) == {"SIGUSR1"}
-    began, ended = (long_jobs.events(name, event, "time")[1] for event in ("started", "stopped"))
-    why = "60 s before the limit of two minutes, which includes the time before the start"
-    assert 40 < ended - began < 75, why
     assert are_equal_runs(long_jobs, name, "whole")
 
 

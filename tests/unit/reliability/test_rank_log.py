@@ -70,3 +70,20 @@ with held_errors():
     raise SystemExit(3)
 """
     assert run(code) == (3, "why\n")
+
+
+STOPPED = """\
+import os, sys
+from launcher.console import held_errors
+from launcher.reliability.signals import report_stop_at_start
+with held_errors():
+    print("a warning", file=sys.stderr)
+    report_stop_at_start(None, "SIGTERM")
+    os._exit(3)
+"""
+
+
+def test_a_stop_while_libraries_are_imported_is_reported():
+    ended = subprocess.run([sys.executable, "-c", STOPPED], capture_output=True, text=True)
+    said = "stopped by SIGTERM before the first step: there is nothing to save\n"
+    assert (ended.returncode, ended.stderr) == (3, said)
