@@ -87,6 +87,12 @@ NOT_ON_TEXT = {
     "paligemma": "its tokens of a text see the ones after them",
 }
 """Types of models of images and text that cannot be trained on text alone, and why."""
+SEE_AHEAD = {"cpmant", "prophetnet"}
+"""Types of causal models of transformers whose tokens see the ones after them, as its masks are made."""
+ROW_POSITIONS = {"bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus"}
+"""Types that embed the positions of a row, and take no others."""
+WITHOUT_TENSOR_PLAN = {"doge": "masks of all heads meet the heads of a rank"}
+"""Types whose plan of transformers for tensor parallelism does not work, and why."""
 CARRY_A_STATE = {"deepseek_v4", "minimax", "recurrent_gemma", "rwkv", "xlstm"}
 SELECT_TOKENS = {
     "axk2",
@@ -106,6 +112,8 @@ SELECT_TOKENS = {
     "unlimited_ocr",
 }
 MASK_WITHOUT_DOCUMENTS = {
+    "inkling2",
+    "inkling2_text",
     "bert",
     "bert-generation",
     "big_bird",

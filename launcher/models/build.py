@@ -191,6 +191,9 @@ def _refuse_config(model: Model, config: PreTrainedConfig) -> None:
         why = "it is an encoder-decoder"
     if causal and why is not None:
         raise RecipeError(f"{key}: {kind} cannot be trained on text alone: {why}")
+    if causal and kind in families.SEE_AHEAD:
+        what = "its tokens see the ones after them, as transformers makes its masks"
+        raise RecipeError(f"{key}: {kind} cannot be trained to predict the next token: {what}")
     if causal and kind not in families.DECODERS and getattr(config, "is_decoder", None) is False:
         instead = "give a causal language model"
         instead = instead if model.path else "set model.config.is_decoder=true"

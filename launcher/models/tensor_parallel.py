@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from launcher.errors import RecipeError
+from launcher.libraries import families
 from launcher.libraries.families import COLUMN, EMBEDDING, GATHERED, ROW, SPLIT, WHOLE
 from launcher.libraries.private import REDISTRIBUTE_LOGGER
 from launcher.models import nf4
@@ -256,6 +257,8 @@ def check_layers(model: nn.Module, size: int) -> None:
     layers cannot be divided by this number."""
     name, (first, head), styles = type(model).__name__, embeddings(model), find_layers(model)
     problems: dict[str, str] = {}
+    if why := families.WITHOUT_TENSOR_PLAN.get(_text_config(model).model_type):
+        raise RecipeError(f"{KEY}: the plan of transformers for {name} does not work: {why}; use 1")
     if EMBEDDING in styles.values() and reads_embedding(model):
         raise RecipeError(
             f"{KEY}: {name} reads the weight of its embedding beside looking tokens up, which each "

@@ -12,9 +12,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.distributed.hardware import GPUS
 from launcher.errors import RecipeError
+from launcher.libraries import families
 from launcher.models.attention import check_isolation, planned_gpu, without_flash
+from launcher.models.build import build_model
+from launcher.models.initialization import initialize, materialize
 from launcher.models.record import record_of
 from launcher.recipe import schema
+from launcher.recipe.model_config import why_not_packed
 from launcher.training.fake_tensors import cuda_attention
 from launcher.training.model import prepare_model
 
@@ -142,6 +146,30 @@ def test_refusals_name_the_override():
         prepare("gemma2", packing=False, attention="sdpa")
     with pytest.raises(RecipeError, match=r"^data.packing: .*; use data.packing=false$"):
         prepare("rwkv", packing=True)
+
+
+@pytest.mark.parametrize("model_type", sorted(families.ROW_POSITIONS))
+def test_models_that_embed_the_positions_of_a_row_are_not_packed(model_type):
+    """Their masks keep documents apart, but the second document has the positions after the first."""
+    config = {"model_type": model_type, "is_decoder": True, "vocab_size": 64, "d_model": 32}
+    config |= {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+    config |= {"max_position_embeddings": 64, "pad_token_id": 0, "eos_token_id": 2}
+    config |= {"bos_token_id": 1, "forced_eos_token_id": 2, "decoder_start_token_id": 1}
+    assert f"positions of {model_type} are" in str(why_not_packed(config))
+    model = build_model(schema.Model(config=config), sequence_length=16)
+    materialize(model, parameters=CPU, buffers=CPU)
+    initialize(model, seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    with pytest.raises(RecipeError, match=r"embeds the positions of a row, .*data.packing=false"):
+        check_isolation(model, name="It", vocabulary=64, device=CPU)
+
+
+@pytest.mark.parametrize("model_type", sorted(families.SEE_AHEAD))
+def test_types_whose_tokens_see_ahead_are_refused(model_type):
+    with pytest.raises(RecipeError, match=f"{model_type} cannot be trained to predict the next"):
+        build_model(schema.Model(config={"model_type": model_type}), sequence_length=16)
 
 
 class Fails(torch.nn.Module):
