@@ -16,6 +16,7 @@
 # make gpu-first   the first fifteen minutes on one GPU, in two calls (see benchmarks/README.md)
 # make test-gpu    all GPU tests and benchmarks, on a machine with GPUs
 # make gpu-plans   predicts what they measure, and writes the pages and tables of GPU benchmarks
+# make cards       trains small models of all types, or TYPES="llama qwen3", for docs/reference/cards.md
 # make gpu-wheels  downloads packages for both on a machine without network
 # make docs        builds the documentation site in build/site, and says how to open it; DOCS_REPO_URL=... links the repository
 PYTHON ?= python3
@@ -231,7 +232,13 @@ test-gpu:
 gpu-plans: $(INSTALLED)
 	$(BIN)/python benchmarks/gpu_plans.py
 	$(BIN)/python -m docs.gpu_page
+	$(BIN)/python -m docs.cards_page
 	$(BIN)/python -m tests.unit.planner.published_speeds --write
+
+# Half a minute for each type on an idle machine
+cards: $(INSTALLED)
+	$(BIN)/python -W ignore benchmarks/cards.py $(TYPES)
+	$(BIN)/python -m docs.cards_page
 
 gpu-wheels: $(INSTALLED)
 	@mkdir -p build

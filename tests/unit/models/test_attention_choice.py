@@ -13,7 +13,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from launcher.distributed.hardware import GPUS
 from launcher.errors import RecipeError
 from launcher.libraries import families
-from launcher.models.attention import check_isolation, planned_gpu, without_flash
+from launcher.models.attention import (
+    check_isolation,
+    isolate_documents,
+    planned_gpu,
+    without_flash,
+)
 from launcher.models.build import build_model
 from launcher.models.initialization import initialize, materialize
 from launcher.models.record import record_of
@@ -157,13 +162,14 @@ def test_models_that_embed_the_positions_of_a_row_are_not_packed(model_type):
     config |= {"bos_token_id": 1, "forced_eos_token_id": 2, "decoder_start_token_id": 1}
     assert f"positions of {model_type} are" in str(why_not_packed(config))
     model = build_model(schema.Model(config=config), sequence_length=16)
+    masking = isolate_documents(model, sequence_length=16, device=CPU, compute_dtype=torch.float32)
     materialize(model, parameters=CPU, buffers=CPU)
     initialize(model, seed=1)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     with pytest.raises(RecipeError, match=r"embeds the positions of a row, .*data.packing=false"):
-        check_isolation(model, name="It", vocabulary=64, device=CPU)
+        check_isolation(model, name="It", vocabulary=64, device=CPU, document_masking=masking)
 
 
 @pytest.mark.parametrize("model_type", sorted(families.SEE_AHEAD))
