@@ -99,6 +99,7 @@ class Result:
 
 def config_of(model_type: str) -> dict[str, Any]:
     """The fields of a small config without dropout, for rows of LONG tokens of the tokenizer `bytes`."""
+    fields: dict[str, Any]
     if model_type == "gemma3n_text":
         fields = gemma_worker.MODELS[model_type]
     elif model_type in FAMILIES:
@@ -110,7 +111,7 @@ def config_of(model_type: str) -> dict[str, Any]:
 
 
 def _changed(fields: dict[str, Any]) -> dict[str, Any]:
-    changed = {}
+    changed: dict[str, Any] = {}
     for key, value in fields.items():
         if isinstance(value, dict):
             changed[key] = _changed(value)
@@ -193,7 +194,7 @@ class Card:
         moved in it, which changes nothing but rounding."""
         rows = plain_loop.read_rows(self.folder / file)
         places = [i // batch * batch + (i + rotate) % batch for i in range(len(rows))]
-        return plain_loop.train(
+        losses: list[float] = plain_loop.train(
             self.load(self.folder / "source", dtype=dtype),
             [rows[place] for place in places],
             steps=steps,
@@ -203,6 +204,7 @@ class Card:
             min_ratio=1.0,
             weight_decay=0.0,
         )[0]
+        return losses
 
     def compared(self, run: Path, rows: str, *, batch: int, more: str = "") -> Result:
         """The losses of a run beside those of the plain loop."""

@@ -19,7 +19,7 @@ MAMBA |= {"mamba_chunk_size": 16}
 STATES = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}
 STATES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 CONVOLUTION = {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}
-FAMILIES = {
+FAMILIES: dict[str, dict] = {
     "bailing_hybrid": BASE
     | LINEAR
     | LATENT
