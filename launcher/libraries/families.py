@@ -91,6 +91,9 @@ SEE_AHEAD = {"cpmant", "prophetnet"}
 """Types of causal models of transformers whose tokens see the ones after them, as its masks are made."""
 ROW_POSITIONS = {"bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus"}
 """Types that embed the positions of a row, and take no others."""
+SHIFTED_POSITIONS = {"kosmos-2.5"}
+"""Types that count positions from their padding token on, and do not shift the positions that they are
+given: those of packed and of divided rows."""
 WITHOUT_TENSOR_PLAN = {"doge": "masks of all heads meet the heads of a rank"}
 """Types whose plan of transformers for tensor parallelism does not work, and why."""
 CARRY_A_STATE = {"deepseek_v4", "minimax", "recurrent_gemma", "rwkv", "xlstm"}

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.errors import RecipeError
+from launcher.libraries import families
 from launcher.libraries.private import attention_implementation, tree_map_only
 from launcher.models.attention import (
     DIVIDED_ROWS,
@@ -94,6 +95,11 @@ def check_rows(
             why = f"attends to {nouns} in both directions, with masks that cannot be divided"
         without = " ".join(f"{ATTACHMENTS[kind]}=null" for kind in towers.kinds)
         raise RecipeError(f"{KEY}: {name} {why}; use 1, or set {without} for rows of text")
+    if model.config.model_type in families.SHIFTED_POSITIONS:
+        what = "counts positions otherwise than it takes them"
+        raise RecipeError(
+            f"{KEY}: {name} {what}, and each rank would give it those of its part; use 1"
+        )
     refuse_other_layers(model, sequence_length, key=KEY, instead="use 1", recurrent=True)
     check_recurrent_layers(model, rows.size, key=KEY)
     if tensor_parallel_size > 1 and recurrent_layers(model):

@@ -53,6 +53,8 @@ def why_not_packed(config: Mapping[str, object]) -> str | None:
             return f"attention of {model_type} selects tokens without regard to documents"
         if model_type in families.MASK_WITHOUT_DOCUMENTS:
             return f"attention masks of {model_type} do not tell documents apart"
+        if model_type in families.SHIFTED_POSITIONS:
+            return f"{model_type} counts positions otherwise than it takes them"
         if model_type in families.ROW_POSITIONS:
             return f"positions of {model_type} are those of a row, not of its documents"
     return None

@@ -23,13 +23,14 @@ from launcher.data.batching import (
 )
 from launcher.data.run_data import RunData
 from launcher.recipe import schema
+from tests.unit.amounts import slow_but
 
 
 def permutation(size, *, seed=0, epoch=0):
     return [permuted(index, size=size, seed=seed, epoch=epoch) for index in range(size)]
 
 
-@pytest.mark.parametrize("seed", [0, 1234, 2**32 - 1])
+@pytest.mark.parametrize("seed", slow_but([0], [0, 1234, 2**32 - 1]))
 def test_permuted_is_a_permutation_for_every_size(seed):
     for size in [*range(1, 71), 4097, 2**14]:
         for epoch in (0, 1):
@@ -281,7 +282,7 @@ def test_similar_lengths_need_little_padding():
     assert 20 < rises < 44
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("ranks", slow_but([2], [1, 2, 3, 8]))
 @pytest.mark.parametrize("size", [1, 8, 500])
 def test_samples_of_a_step_share_rows(ranks, size):
     """On any number of ranks and in any rows, a step has the same samples; rows are few, and filled
@@ -395,7 +396,7 @@ def test_a_mixture_ends_where_all_sources_are_used_up():
     assert order.epochs_seen(9030) == [3.0, 1.0]
 
 
-@pytest.mark.parametrize("limit", [1, 2, 700, 4096, 5000, 8192])
+@pytest.mark.parametrize("limit", slow_but([1, 700], [1, 2, 700, 4096, 5000, 8192]))
 def test_the_end_of_a_source_is_exact(limit):
     order = MixtureOrder(sizes=(limit, 20), weights=(7, 3), seed=1, shuffle=True, most=(1, None))
     sources = [source_of(order.sample(at), (limit, 20)) for at in range(4 * limit + 100)]

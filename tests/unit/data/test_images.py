@@ -49,6 +49,7 @@ from tests.image_models import (
 )
 from tests.micro_batches import contents
 from tests.run_files import write_lines
+from tests.unit.amounts import IN_CHECK, slow_but
 
 ANSWER = {"role": "assistant", "content": "A thing."}
 
@@ -100,7 +101,7 @@ def opened(folder, rows, data, family="qwen2_5_vl", objective=None, grid=True):
     return (objective or NextToken()).open(store, data, model)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *MORE])
+@pytest.mark.parametrize("family", slow_but(IN_CHECK, [*FAMILIES, *MORE]))
 def test_tokens_are_those_of_the_processor(folder, family):
     skip_without_packages(family)
     rows = [
@@ -637,7 +638,7 @@ def test_opened_images_that_cannot_be_used(mode):
         source_of(Image.new(mode, (4, 4)), RowImages(""))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(IN_CHECK, FAMILIES))
 @pytest.mark.parametrize("size", [(2, 1), (1, 50), (10_000, 10), (1000, 700)])
 def test_pixels_are_those_of_the_processor(folder, family, size):
     skip_without_packages(family)

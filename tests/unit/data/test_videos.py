@@ -29,6 +29,7 @@ from tests.image_models import make_image, make_model, skip_without_packages
 from tests.reference_videos import inputs_of as of_processor
 from tests.reference_videos import reference_of, video_processor, whole
 from tests.run_files import write_lines
+from tests.unit.amounts import IN_CHECK, slow_but
 from tests.video_files import make_video, moving_frames, write_video
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma4", "llava_onevision")
@@ -107,7 +108,7 @@ def inputs_of(folder, row, processor, **options):
     return of_processor(processor, images=opened, text=[written], **options)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(IN_CHECK, FAMILIES))
 def test_tokens_and_pixels_are_those_of_the_processor(folder, family):
     """Of transformers' own classes for the family, which see all frames and choose."""
     skip_without_packages(family)

@@ -20,8 +20,10 @@ from launcher.models.attention import (
     without_flash,
 )
 from launcher.models.build import build_model
+from launcher.models.context_parallel import check_rows
 from launcher.models.initialization import initialize, materialize
 from launcher.models.record import record_of
+from launcher.models.row_division import RowDivision
 from launcher.recipe import schema
 from launcher.recipe.model_config import why_not_packed
 from launcher.training.fake_tensors import cuda_attention
@@ -170,6 +172,16 @@ def test_models_that_embed_the_positions_of_a_row_are_not_packed(model_type):
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     with pytest.raises(RecipeError, match=r"embeds the positions of a row, .*data.packing=false"):
         check_isolation(model, name="It", vocabulary=64, device=CPU, document_masking=masking)
+
+
+@pytest.mark.parametrize("model_type", sorted(families.SHIFTED_POSITIONS))
+def test_models_that_shift_their_own_positions_get_none(model_type):
+    assert f"{model_type} counts positions otherwise" in str(
+        why_not_packed({"model_type": model_type})
+    )
+    model = types.SimpleNamespace(config=types.SimpleNamespace(model_type=model_type))
+    with pytest.raises(RecipeError, match=r"counts positions otherwise .*; use 1"):
+        check_rows(model, RowDivision(size=2), sequence_length=16, tensor_parallel_size=1)
 
 
 @pytest.mark.parametrize("model_type", sorted(families.SEE_AHEAD))
