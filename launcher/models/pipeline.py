@@ -419,18 +419,19 @@ class StagedModel:
         """A context in which the model's lists of blocks have only this rank's. Initializers of transformers may set
         a buffer in each block of a list (Falcon-H1)."""
         lists = {
-            module: module._modules
-            for module in model.modules()
-            if any(isinstance(child, _Elsewhere) for child in module.children())
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, nn.ModuleList)
+            and any(isinstance(child, _Elsewhere) for child in module)
         }
-        for module, children in lists.items():
-            own = {n: child for n, child in children.items() if not isinstance(child, _Elsewhere)}
-            module._modules = own
+        for name, blocks in lists.items():
+            own = (block for block in blocks if not isinstance(block, _Elsewhere))
+            model.set_submodule(name, nn.ModuleList(own))
         try:
             yield
         finally:
-            for module, children in lists.items():
-                module._modules = children
+            for name, blocks in lists.items():
+                model.set_submodule(name, blocks)
 
     # Who has what
 

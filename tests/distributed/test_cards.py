@@ -27,7 +27,7 @@ def test_a_card(card, name):
 
 def test_a_difference_is_found(card):
     """A run that trains otherwise, beside the plain loop."""
-    out = card.train("other", "run.max_steps=2", "optimizer.learning_rate=2e-3")
+    out = card.train("other", "run.max_steps=6", "optimizer.learning_rate=1e-2")
     assert not card.compared(out, "train.jsonl", batch=4).passed
     assert not cards.within(1.0, 1.1)[0]
     assert cards.largest([1.0], [float("nan")]) == cards.largest([1.0], []) == float("inf")

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launcher.data.batching import NO_SAMPLE, Position, SampleOrder
@@ -18,7 +18,10 @@ from launcher.errors import RecipeError, TrainingError
 from launcher.training import endpoint, rounds
 from launcher.training.endpoint import Answer, Endpoint, Question
 
+few = settings(max_examples=100, deadline=None, derandomize=True)
 
+
+@few
 @given(steps=st.integers(1, 60), count=st.integers(1, 60))
 def test_rounds_divide_the_steps(steps, count):
     if count > steps:
@@ -31,6 +34,7 @@ def test_rounds_divide_the_steps(steps, count):
     assert sizes.max() - sizes.min() <= 1
 
 
+@few
 @given(samples=st.integers(1, 40), epochs=st.integers(1, 3), size=st.integers(1, 7), data=st.data())
 def test_a_round_has_its_samples_wherever_the_run_is_in_it(samples, epochs, size, data):
     """All rounds together have those of the run, in its order."""
