@@ -41,6 +41,7 @@ from launcher.recipe.schema import Model  # noqa: E402
 from tests.distributed import gemma_worker, plain_loop  # noqa: E402
 from tests.distributed.families_worker import OTHERS, TYPES  # noqa: E402
 from tests.distributed.launching import forked  # noqa: E402
+from tests.run_files import write_lines  # noqa: E402
 from tests.unit.models.image_text_types import small_config  # noqa: E402
 from tests.unit.models.recurrent_families import FAMILIES  # noqa: E402
 
@@ -52,6 +53,8 @@ VOCABULARY = 264
 LONG = 512
 """Tokens of a long row, of a model whose window or chunk is 16."""
 MOST_PARAMETERS = 60_000_000
+WHOLE: dict[str, dict[str, Any]] = FAMILIES | {"gemma3n_text": gemma_worker.MODELS["gemma3n_text"]}
+"""Whole configs, of types whose small config fails."""
 MORE: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "glm5_next": {"num_key_value_heads": 4},
@@ -99,12 +102,8 @@ class Result:
 
 def config_of(model_type: str) -> dict[str, Any]:
     """The fields of a small config without dropout, for rows of LONG tokens of the tokenizer `bytes`."""
-    fields: dict[str, Any]
-    if model_type == "gemma3n_text":
-        fields = gemma_worker.MODELS[model_type]
-    elif model_type in FAMILIES:
-        fields = FAMILIES[model_type]
-    else:
+    fields = WHOLE.get(model_type)
+    if fields is None:
         fields = small_config(model_type)
         fields |= OTHERS.get(model_type, {}) | MORE.get(model_type, {})
     return {"model_type": model_type} | _changed(fields)
@@ -135,7 +134,7 @@ def model_class(model_type: str) -> Any:
 def write_rows(file: Path, lengths: list[int], seed: int) -> None:
     draw = random.Random(seed)
     rows = [{"input_ids": [draw.randrange(3, 250) for _ in range(length)]} for length in lengths]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_lines(file, rows)
 
 
 class Card:
@@ -153,7 +152,7 @@ class Card:
         pairs = [
             {"prompt": f"{a} + {b} = ", "response": f"{a + b}"} for a in range(8) for b in (1, 7)
         ]
-        (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        write_lines(folder / "pairs.jsonl", pairs)
         (folder / "recipe.yaml").write_text(RECIPE.replace("FOLDER", str(folder)))
         self._save_source()
 

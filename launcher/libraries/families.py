@@ -88,13 +88,15 @@ NOT_ON_TEXT = {
 }
 """Types of models of images and text that cannot be trained on text alone, and why."""
 SEE_AHEAD = {"cpmant", "prophetnet"}
-"""Types of causal models of transformers whose tokens see the ones after them, as its masks are made."""
+"""Types of causal models of transformers whose tokens see the ones after them."""
 ROW_POSITIONS = {"bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus"}
-"""Types that embed the positions of a row, and take no others."""
+"""Types that count the positions of a whole row, and ignore `position_ids`."""
 SHIFTED_POSITIONS = {"kosmos-2.5"}
-"""Types that count positions from their padding token on, and do not shift the positions that they are
-given: those of packed and of divided rows."""
-WITHOUT_TENSOR_PLAN = {"doge": "masks of all heads meet the heads of a rank"}
+"""Types that begin positions after the id of the padding token, and do not shift `position_ids`, which
+packed and divided rows have."""
+WITHOUT_TENSOR_PLAN = {
+    "doge": "a rank makes attention masks for all heads, and has a part of the heads"
+}
 """Types whose plan of transformers for tensor parallelism does not work, and why."""
 CARRY_A_STATE = {"deepseek_v4", "minimax", "recurrent_gemma", "rwkv", "xlstm"}
 SELECT_TOKENS = {

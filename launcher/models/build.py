@@ -192,7 +192,7 @@ def _refuse_config(model: Model, config: PreTrainedConfig) -> None:
     if causal and why is not None:
         raise RecipeError(f"{key}: {kind} cannot be trained on text alone: {why}")
     if causal and kind in families.SEE_AHEAD:
-        what = "its tokens see the ones after them, as transformers makes its masks"
+        what = "in transformers its tokens see the ones after them"
         raise RecipeError(f"{key}: {kind} cannot be trained to predict the next token: {what}")
     if causal and kind not in families.DECODERS and getattr(config, "is_decoder", None) is False:
         instead = "give a causal language model"

@@ -96,9 +96,9 @@ def check_rows(
         without = " ".join(f"{ATTACHMENTS[kind]}=null" for kind in towers.kinds)
         raise RecipeError(f"{KEY}: {name} {why}; use 1, or set {without} for rows of text")
     if model.config.model_type in families.SHIFTED_POSITIONS:
-        what = "counts positions otherwise than it takes them"
+        what = "positions begin after the id of the padding token"
         raise RecipeError(
-            f"{KEY}: {name} {what}, and each rank would give it those of its part; use 1"
+            f"{KEY}: in {name} {what}, which is not supported for parts of rows; use 1"
         )
     refuse_other_layers(model, sequence_length, key=KEY, instead="use 1", recurrent=True)
     check_recurrent_layers(model, rows.size, key=KEY)

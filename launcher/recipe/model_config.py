@@ -54,7 +54,7 @@ def why_not_packed(config: Mapping[str, object]) -> str | None:
         if model_type in families.MASK_WITHOUT_DOCUMENTS:
             return f"attention masks of {model_type} do not tell documents apart"
         if model_type in families.SHIFTED_POSITIONS:
-            return f"{model_type} counts positions otherwise than it takes them"
+            return f"positions of {model_type} begin after the id of its padding token"
         if model_type in families.ROW_POSITIONS:
             return f"positions of {model_type} are those of a row, not of its documents"
     return None

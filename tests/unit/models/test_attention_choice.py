@@ -146,7 +146,7 @@ def test_refusals_name_the_override():
     """The masks that transformers makes for bloom do not keep documents apart."""
     prepared, model = prepare("bloom", packing=True)
     with pytest.raises(
-        RecipeError, match=r"a packed document sees the one before it .*use data.packing=false"
+        RecipeError, match=r"a packed document sees the one before it, .*use data.packing=false"
     ):
         check_isolation(model, name="Bloom", vocabulary=prepared.description.vocabulary, device=CPU)
     with pytest.raises(RecipeError, match=r"^model.attention: .*; use auto, or eager$"):
@@ -170,17 +170,19 @@ def test_models_that_embed_the_positions_of_a_row_are_not_packed(model_type):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
-    with pytest.raises(RecipeError, match=r"embeds the positions of a row, .*data.packing=false"):
+    with pytest.raises(
+        RecipeError, match=r"its positions do not begin at zero .*data.packing=false"
+    ):
         check_isolation(model, name="It", vocabulary=64, device=CPU, document_masking=masking)
 
 
 @pytest.mark.parametrize("model_type", sorted(families.SHIFTED_POSITIONS))
 def test_models_that_shift_their_own_positions_get_none(model_type):
-    assert f"{model_type} counts positions otherwise" in str(
+    assert f"positions of {model_type} begin after the id" in str(
         why_not_packed({"model_type": model_type})
     )
     model = types.SimpleNamespace(config=types.SimpleNamespace(model_type=model_type))
-    with pytest.raises(RecipeError, match=r"counts positions otherwise .*; use 1"):
+    with pytest.raises(RecipeError, match=r"positions begin after the id .*; use 1"):
         check_rows(model, RowDivision(size=2), sequence_length=16, tensor_parallel_size=1)
 
 

@@ -46,7 +46,8 @@ def test_models_whose_layers_cannot_be_divided_are_refused_by_name():
         f"{KEY}3 does not divide the 4 attention heads of LlamaForCausalLM; use one of 1, 2, 4"
     )
     assert refusal(meta_model("doge")).endswith(
-        "for DogeForCausalLM does not work: masks of all heads meet the heads of a rank; use 1"
+        "for DogeForCausalLM does not work: a rank makes attention masks for all heads, and has a "
+        "part of the heads; use 1"
     )
     heads = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 48}
     assert refusal(meta_model("llama", **heads), 4) == (
